@@ -1,0 +1,5 @@
+//! Collectives between the ranks of a model.
+
+mod communicator;
+
+pub use communicator::{Communicator, Solo};

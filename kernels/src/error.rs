@@ -1,0 +1,36 @@
+//! What can go wrong below the model: one enum, each variant carrying what a reader of the log needs.
+
+use crate::dtype::DType;
+use crate::tensor::Shape;
+
+/// An operation on a device that did not happen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// The caller broke an op's contract. Always a bug in the model code, never in the request.
+    #[error("{op}: {arg} has shape {got}, expected {want}")]
+    Shape { op: &'static str, arg: &'static str, got: Shape, want: Shape },
+
+    #[error("{op}: {what} is {size}, not a multiple of {of}")]
+    NotMultiple { op: &'static str, what: &'static str, size: usize, of: usize },
+
+    #[error("{op}: {arg} is {got}, expected {want}")]
+    Value { op: &'static str, arg: &'static str, got: i64, want: &'static str },
+
+    #[error("{op}: {arg} is {dtype}, for which there is no kernel on this device")]
+    DType { op: &'static str, arg: &'static str, dtype: DType },
+
+    /// `wanted` and `free` are bytes.
+    #[error("cannot allocate {wanted} bytes for {what}, {free} bytes free")]
+    OutOfMemory { what: &'static str, wanted: usize, free: usize },
+
+    /// The memory plan was too small: a bug in the plan, found by the first step of that size.
+    #[error("workspace holds {capacity} bytes, {used} are taken and {wanted} more were asked for")]
+    WorkspaceFull { capacity: usize, used: usize, wanted: usize },
+
+    #[error("built without CUDA kernels: set NVCC to a compiler and rebuild, or pass --device cpu")]
+    NoFatbin,
+}
+
+/// This crate's result.
+pub type Result<T, E = KernelError> = std::result::Result<T, E>;
