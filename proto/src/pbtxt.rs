@@ -159,7 +159,7 @@ mod tests {
         let said = refused("input [ { name: \"a [\" } ] output [ { nam: 1 } ]");
         assert!(said.starts_with("line 1 column 38: "), "{said}");
         let said = refused("name: \"a\"\nname: \"b\"");
-        assert!(said.starts_with("line 2 column 1: "), "{said}");
+        assert!(said.starts_with("line 2 column 7: "), "{said}");
         let said = refused("input { data_type: TYPE_FLOAT }");
         assert!(said.starts_with("line 1 column 20: "), "{said}");
     }
