@@ -151,7 +151,7 @@ fn log_progress(model: String) -> Box<dyn Fn(Progress) + Send> {
             }
         }
         Progress::Planned(plan) => {
-            debug!(model, num_blocks = plan.num_blocks, kv_bytes = plan.kv_bytes, "memory planned")
+            debug!(model, num_blocks = plan.num_blocks, kv_bytes = plan.kv_bytes, "memory planned");
         }
     })
 }

@@ -464,6 +464,37 @@ fn parse_version(text: &str) -> Result<Option<u64>> {
 }
 
 #[cfg(test)]
+impl Repository {
+    /// A repository with one model that serves already, without a folder.
+    pub(crate) fn serving_only(config: Arc<ServerConfig>, served: Arc<ServedModel>) -> Arc<Self> {
+        let name = served.name().to_owned();
+        let model_config = Arc::new(model_config::complete(ModelConfig::default(), &name).unwrap());
+        let version = served.version();
+        let dir = ModelDir {
+            name: name.clone(),
+            path: std::path::PathBuf::new(),
+            config: model_config.as_ref().clone(),
+            role: Role::Served,
+            versions: BTreeMap::from([(version, std::path::PathBuf::new())]),
+        };
+        let model = Arc::new(Model { config: model_config, version, served, generation: 0 });
+        let serving = Version { serving: Some(model), phase: Phase::Idle };
+        let found = Found { name: name.clone(), model: Ok(dir) };
+        let entry = Entry { found, versions: BTreeMap::from([(version, serving)]) };
+        let (lost, _) = mpsc::unbounded_channel();
+        let repository = Arc::new(Repository {
+            config,
+            models: Mutex::new(BTreeMap::from([(name, entry)])),
+            ready: watch::Sender::new(false),
+            generations: AtomicU64::new(1),
+            lost,
+        });
+        repository.changed();
+        repository
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
