@@ -215,3 +215,106 @@ fn group_numbers(piece: &Piece<'_>, tensor: &str, in_features: usize) -> Result<
 fn narrowed(slice: &Slice, by: usize) -> Slice {
     Slice { rows: slice.rows.clone(), cols: slice.cols.start / by..slice.cols.end / by }
 }
+
+#[cfg(test)]
+mod tests {
+    use drafthorse_kernels::DType;
+    use safetensors::tensor::Dtype;
+
+    use crate::testing::{Rig, Stored, Tiny, options, random, relative_error};
+
+    const CONFIG: &str = r#"{"quantization_config": {"quant_method": "gguf_blocks", "group_size": 32,
+        "modules_to_not_convert": ["lm_head"]}}"#;
+
+    /// Replaces a layer's weight by blocks, and gives back what these stand for.
+    fn quantize(tiny: &mut Tiny, layer: &str, format: &str, seed: u64) {
+        let weight = tiny.tensors.remove(&format!("{layer}.weight")).unwrap();
+        let [out, inputs] = weight.shape[..] else { panic!("{layer} is no matrix") };
+        let half = |values: Vec<f32>| Stored::floats(Dtype::F16, &[out, inputs / 32], &values);
+        let scales = random(out * inputs / 32, seed).iter().map(|v| 0.02 + 0.01 * v).collect();
+        tiny.tensors.insert(format!("{layer}.scales"), half(scales));
+        let codes = random(out * inputs, seed + 1).into_iter();
+        if format == "q8_0" {
+            let bytes = codes.map(|v| ((v * 127.0) as i8).cast_unsigned()).collect();
+            let qweight = Stored { dtype: Dtype::I8, shape: vec![out, inputs], bytes };
+            tiny.tensors.insert(format!("{layer}.qweight"), qweight);
+            return;
+        }
+        if format == "q4_1" {
+            let mins = random(out * inputs / 32, seed + 2).iter().map(|v| -0.2 + 0.1 * v).collect();
+            tiny.tensors.insert(format!("{layer}.mins"), half(mins));
+        }
+        let codes: Vec<u8> = codes.map(|v| ((v + 1.0) * 7.99) as u8).collect();
+        let bytes = codes.as_chunks().0.iter().map(|[low, high]| low | high << 4).collect();
+        let qweight = Stored { dtype: Dtype::U8, shape: vec![out, inputs / 2], bytes };
+        tiny.tensors.insert(format!("{layer}.qweight"), qweight);
+    }
+
+    /// The same checkpoint with floats in place of blocks.
+    fn dequantized(tiny: &Tiny) -> Tiny {
+        let mut plain = tiny.clone();
+        plain.config.remove("quantization_config");
+        for (name, qweight) in &tiny.tensors {
+            let Some(layer) = name.strip_suffix(".qweight") else { continue };
+            let scales = tiny.values(&format!("{layer}.scales"));
+            let mins = tiny.tensors.get(&format!("{layer}.mins")).map(Stored::values);
+            let codes: Vec<f32> = match qweight.dtype {
+                Dtype::I8 => qweight.bytes.iter().map(|b| f32::from(b.cast_signed())).collect(),
+                _ => qweight.bytes.iter().flat_map(|b| [f32::from(b & 15), f32::from(b >> 4)]).collect(),
+            };
+            let center = if qweight.dtype == Dtype::I8 { 0.0 } else { -8.0 };
+            let min = |i: usize| mins.as_ref().map_or(center * scales[i], |mins| mins[i]);
+            let values: Vec<f32> = codes.iter().enumerate().map(|(i, q)| scales[i / 32] * q + min(i / 32)).collect();
+            let shape = [scales.len() * 32 / 64, 64];
+            let shape = if layer.ends_with("down_proj") { [64, 96] } else { shape };
+            for part in ["qweight", "scales", "mins"] {
+                plain.tensors.remove(&format!("{layer}.{part}"));
+            }
+            plain.tensors.insert(format!("{layer}.weight"), Stored::floats(Dtype::F32, &shape, &values));
+        }
+        plain
+    }
+
+    #[test]
+    fn blocks_are_what_they_stand_for_without_a_second_rounding() {
+        let mut tiny = Tiny::new(Dtype::F32, CONFIG);
+        let layers: Vec<String> =
+            tiny.tensors.keys().filter_map(|name| name.strip_suffix(".weight")).map(Into::into).collect();
+        for (seed, layer) in layers.iter().filter(|layer| layer.contains("proj")).enumerate() {
+            // q Q4_1, k Q4_0 and v Q8_0 in layer 0: one merged weight out of three formats; all alike or nearly in layer 1.
+            let format = match layer.as_str() {
+                "model.layers.0.self_attn.v_proj" | "model.layers.0.mlp.down_proj" => "q8_0",
+                "model.layers.0.self_attn.k_proj" | "model.layers.1.self_attn.k_proj" => "q4_0",
+                "model.layers.0.self_attn.o_proj" => "q4_0",
+                _ => "q4_1",
+            };
+            quantize(&mut tiny, layer, format, 100 + 10 * seed as u64);
+        }
+        quantize(&mut tiny, "model.embed_tokens", "q8_0", 7);
+
+        let tokens = [3, 14, 15, 89, 26, 5];
+        let run = |tiny: &Tiny| Rig::new(tiny.write().path(), &options(DType::F32, "none"), 6).step(&tokens, 0);
+        let error = relative_error(&run(&tiny), &run(&dequantized(&tiny)));
+        assert!(error < 1e-5, "{error}");
+    }
+
+    #[test]
+    fn what_is_missing_of_a_block_is_named() {
+        let mut tiny = Tiny::new(Dtype::F32, CONFIG);
+        quantize(&mut tiny, "model.layers.0.mlp.down_proj", "q4_1", 1);
+        tiny.tensors.remove("model.layers.0.mlp.down_proj.scales");
+        tiny.tensors.remove("model.layers.1.mlp.down_proj.weight");
+        let Err(err) = crate::load(tiny.write().path(), &options(DType::F32, "none")) else { panic!("loaded") };
+        let (_, message) =
+            err.to_string().split_once(": ").map(|(dir, rest)| (dir.to_owned(), rest.to_owned())).unwrap();
+        assert_eq!(
+            message,
+            "model.layers.0.mlp.down_proj.scales is missing; model.layers.1.mlp.down_proj.scales is missing; \
+             model.layers.1.mlp.down_proj.qweight is missing"
+        );
+        let mut tiny = Tiny::new(Dtype::F32, &CONFIG.replace("32", "64"));
+        quantize(&mut tiny, "model.layers.0.mlp.down_proj", "q4_1", 1);
+        let Err(err) = crate::load(tiny.write().path(), &options(DType::F32, "none")) else { panic!("loaded") };
+        assert_eq!(err.to_string(), "config.json: quantization_config.group_size is 64, supported: 32");
+    }
+}

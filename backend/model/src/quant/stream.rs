@@ -80,3 +80,76 @@ impl<Q: Copy + Default + Send> Codes<Q> {
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use drafthorse_kernels::{DType, Device};
+    use safetensors::tensor::Dtype;
+
+    use crate::quant::{Part, schemes};
+    use crate::testing::Tiny;
+    use crate::weights::{Checkpoint, LoadContext, Place, Shard};
+
+    /// A merged weight as its kernel sees it on one rank, row by row.
+    fn merged(tiny: &Tiny, quant: &str, names: &[(&str, Shard)], place: Place) -> Vec<Vec<f32>> {
+        let (dir, config) = (tiny.write(), tiny.parsed());
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let schemes = schemes(Some(&quant.into()), None).unwrap();
+        let mut context = LoadContext::new(&checkpoint, &config, &schemes, &Device::Cpu, DType::F32);
+        context.place = place;
+        let layer = context.root().at("model.layers.0");
+        let shape = |name: &str| tiny.tensors[&format!("model.layers.0.{name}.weight")].shape.clone();
+        let part = |&(name, shard)| Part { at: layer.at(name), out_features: shape(name)[0], shard };
+        let parts: Vec<_> = names.iter().map(part).collect();
+        let weight = schemes.linear.load_merged(&parts, shape(names[0].0)[1]).unwrap();
+        let [_, inputs] = weight.dims();
+        weight.dequantize().unwrap().to_vec::<f32>().unwrap().chunks(inputs).map(<[f32]>::to_vec).collect()
+    }
+
+    #[test]
+    fn ranks_hold_the_rows_and_columns_of_the_whole() {
+        let tiny = Tiny::new(Dtype::BF16, r#"{"num_key_value_heads": 1}"#);
+        let qkv = |kv_shard| [("self_attn.q_proj", Shard::Out), ("self_attn.k_proj", kv_shard)];
+        let down = [("mlp.down_proj", Shard::In)];
+        for quant in ["none", "weight_only_int8"] {
+            let whole = merged(&tiny, quant, &qkv(Shard::Out), Place::ALONE);
+            assert_eq!(whole.len(), 64 + 16);
+            for rank in 0..2 {
+                let place = Place { rank, world: 2 };
+                let part = merged(&tiny, quant, &qkv(Shard::KvHeads { copies: 2 }), place);
+                let want = [&whole[rank * 32..(rank + 1) * 32], &whole[64..]].concat();
+                assert_eq!(part, want, "{quant} rank {rank}: its own queries, and the one KV head");
+            }
+        }
+        let whole = merged(&tiny, "none", &down, Place::ALONE);
+        for rank in 0..2 {
+            let part = merged(&tiny, "none", &down, Place { rank, world: 2 });
+            let want: Vec<_> = whole.iter().map(|row| row[rank * 48..(rank + 1) * 48].to_vec()).collect();
+            assert_eq!(part, want, "rank {rank} has its columns of every row");
+        }
+    }
+
+    #[test]
+    fn unquantized_weights_are_the_checkpoint_s() {
+        for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+            let tiny = Tiny::new(dtype, "{}");
+            let got = merged(&tiny, "none", &[("mlp.gate_proj", Shard::Replicated)], Place::ALONE);
+            assert_eq!(got.concat(), tiny.values("model.layers.0.mlp.gate_proj.weight"), "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn int8_is_within_half_a_step_and_int4_within_half_of_its_own() {
+        let tiny = Tiny::new(Dtype::BF16, "{}");
+        let want = tiny.values("model.layers.0.mlp.gate_proj.weight");
+        for (quant, steps) in [("weight_only_int8", 127.0), ("weight_only_int4", 7.5)] {
+            let got = merged(&tiny, quant, &[("mlp.gate_proj", Shard::Replicated)], Place::ALONE).concat();
+            // Weights lie within 0.4 on both sides of zero; a searched grid may round its outermost ones by a step.
+            let step = 0.4 / steps;
+            let errors: Vec<f32> = got.iter().zip(&want).map(|(g, w)| (g - w).abs()).collect();
+            let mean = errors.iter().sum::<f32>() / errors.len() as f32;
+            assert!(errors.iter().all(|&error| error <= step * 1.01), "{quant}");
+            assert!(mean > 0.0 && mean <= step * 0.27, "{quant}: {mean} of a step {step}");
+        }
+    }
+}
