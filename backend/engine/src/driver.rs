@@ -1,6 +1,5 @@
 //! The engine thread: owns all scheduling state, talks to the ranks, and is talked to by channel.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
@@ -9,7 +8,7 @@ use drafthorse_control::FinishReason;
 
 use crate::error::{EngineError, Result};
 use crate::executor::Executor;
-use crate::request::{Event, Outlet, Request, RequestId};
+use crate::request::{ById, Event, Outlet, Request, RequestId};
 use crate::scheduler::{Events, Scheduler};
 use crate::stats::Shared;
 
@@ -33,7 +32,7 @@ pub(crate) struct Driver {
     /// Steps in flight at most.
     pub(crate) pipeline_depth: usize,
     pub(crate) shared: Arc<Shared>,
-    pub(crate) outlets: HashMap<RequestId, Outlet>,
+    pub(crate) outlets: ById<Outlet>,
     pub(crate) events: Events,
 }
 

@@ -1,6 +1,5 @@
 //! The handle that the server holds.
 
-use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +11,7 @@ use crate::config::EngineConfig;
 use crate::driver::{Command, Driver};
 use crate::error::{EngineError, Result};
 use crate::executor::Executor;
-use crate::request::{Outlet, Request, RequestId};
+use crate::request::{ById, Outlet, Request, RequestId};
 use crate::scheduler::Scheduler;
 use crate::stats::{Shared, Stats};
 
@@ -67,7 +66,7 @@ impl Engine {
             executor: Executor::new(links),
             pipeline_depth: pipeline_depth(&config, &ready),
             shared: shared.clone(),
-            outlets: HashMap::new(),
+            outlets: ById::default(),
             events: Vec::new(),
         };
         tracing::info!(

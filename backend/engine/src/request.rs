@@ -1,6 +1,8 @@
 //! What a caller asks of the engine, and what it is told.
 
+use std::collections::HashMap;
 use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,6 +18,31 @@ pub struct RequestId(pub u64);
 impl fmt::Display for RequestId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)
+    }
+}
+
+/// A map that each step looks into for each request, so with a hash that costs one multiplication. Ids are made by the
+/// server, mostly by counting, not by clients.
+pub(crate) type ById<T> = HashMap<RequestId, T, BuildHasherDefault<IdHasher>>;
+
+#[derive(Default)]
+pub(crate) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(byte.into());
+        }
+    }
+
+    /// Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the map takes its bits from both ends.
+    fn write_u64(&mut self, id: u64) {
+        let product = (self.0 ^ id).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = product ^ (product >> 32);
     }
 }
 

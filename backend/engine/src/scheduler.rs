@@ -14,7 +14,7 @@ mod plan;
 mod tests;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -25,8 +25,8 @@ use crate::block_manager::BlockManager;
 use crate::config::EngineConfig;
 use crate::error::{EngineError, Result};
 use crate::pace::Pace;
-use crate::request::{Event, Request, RequestId, Usage};
-use crate::sequence::{Key, Sequence, Sequences};
+use crate::request::{ById, Event, Request, RequestId, Usage};
+use crate::sequence::{Key, Rules, Sequence, Sequences};
 use crate::stats::{Shared, add};
 
 /// Who is told what.
@@ -40,7 +40,7 @@ pub(crate) struct Scheduler {
     queue_timeout: Option<Duration>,
 
     sequences: Sequences,
-    by_id: HashMap<RequestId, Key>,
+    by_id: ById<Key>,
     waiting: BTreeSet<Key>,
     /// In order, so that the last one is the first to lose its blocks.
     running: Vec<Key>,
@@ -94,7 +94,7 @@ impl Scheduler {
             default_priority: config.default_priority,
             queue_timeout: config.queue_timeout(),
             sequences: Sequences::default(),
-            by_id: HashMap::new(),
+            by_id: ById::default(),
             waiting: BTreeSet::new(),
             running: Vec::new(),
             limits: BinaryHeap::new(),
@@ -127,9 +127,7 @@ impl Scheduler {
             root: self.blocks.cache.root(request.cache_salt, request.adapter),
             keys: Vec::new(),
             tokens: request.prompt,
-            sampling: request.sampling,
-            grammar: request.grammar,
-            adapter: request.adapter,
+            rules: Box::new(Rules { sampling: request.sampling, grammar: request.grammar, adapter: request.adapter }),
             wants: request.wants,
             slot: None,
             blocks: Vec::new(),

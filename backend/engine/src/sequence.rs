@@ -19,6 +19,14 @@ pub(crate) struct Key {
     index: u32,
 }
 
+/// What only admission reads.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    pub(crate) sampling: SamplingParams,
+    pub(crate) grammar: Option<Grammar>,
+    pub(crate) adapter: Option<AdapterId>,
+}
+
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub(crate) id: RequestId,
@@ -27,10 +35,9 @@ pub(crate) struct Sequence {
     pub(crate) num_prompt: usize,
     /// Prompt and `max_tokens`.
     pub(crate) max_len: usize,
-    pub(crate) sampling: SamplingParams,
-    pub(crate) grammar: Option<Grammar>,
-    pub(crate) adapter: Option<AdapterId>,
     pub(crate) wants: Wants,
+    /// Apart, so that what each step reads lies close together.
+    pub(crate) rules: Box<Rules>,
 
     /// The key before the first block, and those of the full blocks so far as they were needed.
     pub(crate) root: PrefixKey,

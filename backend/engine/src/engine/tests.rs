@@ -1,5 +1,6 @@
 //! The engine as its callers meet it: a thread, a channel to a fake rank, sinks.
 
+use std::collections::HashMap;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 

@@ -25,7 +25,12 @@ struct Draft {
 impl Scheduler {
     /// The next step, or `None` if nothing can run before a result has come.
     pub(crate) fn plan(&mut self, now: Instant) -> Option<Step> {
-        let mut draft = Draft { tokens_left: self.max_num_batched_tokens, ..Draft::default() };
+        let mut draft = Draft {
+            rows: Vec::with_capacity(self.running.len()),
+            planned: Vec::with_capacity(self.running.len()),
+            tokens_left: self.max_num_batched_tokens,
+            ..Draft::default()
+        };
         self.plan_decodes(&mut draft);
         let chunk_tokens = self.pace.chunk_tokens(draft.decode_tokens > 0);
         draft.chunk_tokens_left = chunk_tokens.min(draft.tokens_left);
@@ -161,10 +166,10 @@ impl Scheduler {
             num_prompt: sequence.num_prompt as u32,
             num_cached: num_cached as u32,
             blocks: cached_blocks,
-            sampling: sequence.sampling.clone(),
-            grammar: sequence.grammar.clone(),
+            sampling: sequence.rules.sampling.clone(),
+            grammar: sequence.rules.grammar.clone(),
             fork_of: None,
-            adapter: sequence.adapter,
+            adapter: sequence.rules.adapter,
         });
         self.waiting.remove(&key);
         let at = self.running.partition_point(|other| *other < key);
