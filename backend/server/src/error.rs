@@ -53,6 +53,9 @@ pub enum ServerError {
     // A model, or the server, that cannot start.
     #[error("load failed for model '{name}': {reason}")]
     LoadFailed { name: String, reason: String },
+    /// What the worker or the engine says of a checkpoint or a setting.
+    #[error("{reason}")]
+    CannotStart { reason: String },
     #[error("setting {name} is {got}, must be {must}")]
     BadSetting { name: String, got: String, must: String },
     #[error("unknown setting {name}{hint}")]
@@ -104,6 +107,7 @@ impl ServerError {
             | ServerError::PromptTooLong { .. }
             | ServerError::TooLarge { .. }
             | ServerError::LoadFailed { .. }
+            | ServerError::CannotStart { .. }
             | ServerError::BadSetting { .. }
             | ServerError::UnknownSetting { .. }
             | ServerError::BadFile { .. }

@@ -35,11 +35,10 @@ pub fn load(dir: &ModelDir, version: u64, path: &Path, config: &ServerConfig) ->
     let engine_config = engine_config(&settings, &dir.config)?;
     let text = ModelText::from_dir(path)?;
 
-    let failed = |reason: String| ServerError::LoadFailed { name: dir.name.clone(), reason };
-    let (ready, link) =
-        drafthorse_worker::spawn(worker, log_progress(dir.name.clone())).map_err(|e| failed(chain(&e)))?;
+    let failed = |error: &dyn std::error::Error| ServerError::CannotStart { reason: chain(error) };
+    let (ready, link) = drafthorse_worker::spawn(worker, log_progress(dir.name.clone())).map_err(|e| failed(&e))?;
     let links: Vec<Box<dyn Link>> = vec![Box::new(link)];
-    let engine = Engine::start(engine_config, ready, links).map_err(|e| failed(chain(&e)))?;
+    let engine = Engine::start(engine_config, ready, links).map_err(|e| failed(&e))?;
     Ok(ServedModel::new(&dir.name, version, text, engine))
 }
 
@@ -133,7 +132,7 @@ fn check_device(model: &ModelConfig, settings: &Settings) -> Result<()> {
     if on_gpu && settings.text("device") != "cuda" {
         let reason =
             "instance_group asks for KIND_GPU, but the model runs on the CPU; KIND_MODEL leaves it open".into();
-        return Err(ServerError::LoadFailed { name: model.name.clone(), reason });
+        return Err(ServerError::CannotStart { reason });
     }
     Ok(())
 }

@@ -54,8 +54,7 @@ impl Server {
         let mut servers = Vec::new();
         let exiting = app.exiting();
         if let Some(listener) = http_listener {
-            servers
-                .push(("HTTP", tokio::spawn(serve_http("HTTP", listener, http::router(&app), exiting.clone()))));
+            servers.push(("HTTP", tokio::spawn(serve_http("HTTP", listener, http::router(&app), exiting.clone()))));
         }
         if let Some(listener) = grpc_listener {
             servers.push(("gRPC", tokio::spawn(serve_grpc(listener, app.clone())?)));

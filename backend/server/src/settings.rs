@@ -52,7 +52,7 @@ pub const SETTINGS: &[Setting] = &[
 ];
 
 /// Parameters of `config.pbtxt` that say what a model is, not how it runs.
-pub const MODEL_PARAMETERS: &[&str] = &["role", "draft_model"];
+pub const MODEL_PARAMETERS: &[&str] = &["role"];
 
 /// Which place a value came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,6 @@
 //! `drafthorse serve`.
 
+use std::io::IsTerminal;
 use std::net::SocketAddr;
 
 use drafthorse::config::{LogConfig, LogFormat};
@@ -28,7 +29,8 @@ fn start_log(config: &LogConfig) -> Result<(), String> {
             must: format!("a filter like info or warn,drafthorse=debug ({error})"),
         })
         .map_err(|error| error.to_string())?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let colours = std::io::stderr().is_terminal();
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr);
     match config.log_format {
         LogFormat::Text => builder.with_target(false).init(),
         LogFormat::Json => builder.json().init(),

@@ -487,6 +487,7 @@ impl Repository {
             models: Mutex::new(BTreeMap::from([(name, entry)])),
             ready: watch::Sender::new(false),
             generations: AtomicU64::new(1),
+            losses: AtomicU64::new(0),
             lost,
         });
         repository.changed();

@@ -1,5 +1,6 @@
 //! From a request's tensors to a generation, and from its chunks to responses.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use drafthorse_control::{FinishReason, TokenLogprobs};
@@ -23,13 +24,15 @@ use crate::repository::dialect::{
 /// The response parameter that marks the last response of a request.
 pub const FINAL: &str = "triton_final_response";
 
+/// The response parameter that says which of the request's parameters were passed over.
+const WARNINGS: &str = "warnings";
+
 /// What vLLM's backend says of a sequence that goes on.
 const NOT_FINISHED: &str = "None";
 
 /// A request that has been understood.
 pub struct Call {
     pub model: Arc<Model>,
-    pub id: String,
     pub stream: bool,
     pub request: GenerateRequest,
     pub answer: Answer,
@@ -44,6 +47,8 @@ pub struct Answer {
     outputs: Vec<&'static str>,
     /// Put in front of the first response's text.
     echo: Option<Arc<str>>,
+    /// What of the request's parameters was passed over; told with the last response.
+    warnings: Vec<String>,
     /// The caller asked for log-probabilities of tokens, not only for their sum.
     lists_logprobs: bool,
     cumulative_logprob: f64,
@@ -116,14 +121,15 @@ impl Call {
         generate.queue_timeout = parameters.queue_timeout;
         let answer = Answer {
             model: model.clone(),
-            id: request.id.clone(),
+            id: request.id,
             form: inputs.form,
             outputs,
             echo,
+            warnings: generate.params.warnings.clone(),
             lists_logprobs,
             cumulative_logprob: 0.0,
         };
-        Ok(Call { model, id: request.id, stream, request: generate, answer })
+        Ok(Call { model, stream, request: generate, answer })
     }
 
     /// The one response of a request that does not stream.
@@ -168,14 +174,19 @@ impl Answer {
             Output { name, elements }
         };
         let outputs = self.outputs.iter().copied().map(output).collect();
+        let mut parameters = HashMap::new();
+        if chunk.finish.is_some() && !self.warnings.is_empty() {
+            let warnings = ParameterChoice::StringParam(self.warnings.join("; "));
+            parameters.insert(WARNINGS.into(), InferParameter { parameter_choice: Some(warnings) });
+        }
         let (outputs, raw_output_contents) = encode(outputs, self.form, self.model.config.max_batch_size > 0);
         ModelInferResponse {
             model_name: self.model.name().into(),
             model_version: self.model.version.to_string(),
             id: self.id.clone(),
+            parameters,
             outputs,
             raw_output_contents,
-            ..ModelInferResponse::default()
         }
     }
 

@@ -35,7 +35,7 @@ impl Parameters {
             let expected = |types: &str| bad(name, &format!("has the wrong type, expected {types}"));
             match name.as_str() {
                 "priority" => {
-                    read.priority = priority(choice).ok_or_else(|| expected("uint64 or an int64 of at least 0"))?
+                    read.priority = priority(choice).ok_or_else(|| expected("uint64 or an int64 of at least 0"))?;
                 }
                 "timeout" => {
                     let Some(ParameterChoice::Int64Param(micros)) = choice else { return Err(expected("int64")) };
