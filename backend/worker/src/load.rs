@@ -64,7 +64,7 @@ fn network(config: &WorkerConfig, device: &Device, progress: &(dyn Fn(Progress) 
         progress: Some(&report),
         ..LoadOptions::default()
     };
-    let loaded = drafthorse_model::load(&config.model_dir, options)?;
+    let loaded = drafthorse_model::load(&config.model_dir, &options)?;
     Ok(Network {
         model: loaded.model,
         vocab_size: loaded.config.vocab_size,
