@@ -15,5 +15,6 @@ pub mod matmul_int8;
 pub mod penalty;
 pub mod rms_norm;
 pub mod rope;
+mod rows;
 pub mod sample;
 pub mod silu_mul;

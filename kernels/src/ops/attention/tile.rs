@@ -20,10 +20,19 @@ pub(super) const TILE_ROWS: usize = 24;
 /// Rows that share what is loaded: at two registers a row these fill AVX2's sixteen, but for the loads.
 const SHARED_ROWS: usize = 6;
 
-/// What a tile works on and leaves behind. Rows are `head_dim` apart in `q`, `acc` and `total`, and [`SPAN`] in `weights`.
+/// A tile of at most this many rows waits for memory.
+const FEW_ROWS: usize = 12;
+
+const CACHE_LINE: usize = 64;
+
+/// Floats from one row of queries to the next: known at compile time, so that a row costs no address arithmetic, and no multiple
+/// of the distance at which addresses compete for a place in the cache.
+const Q_STRIDE: usize = MAX_HEAD_DIM + 16;
+
+/// What a tile works on and leaves behind. Rows are [`Q_STRIDE`] apart in `q`, [`SPAN`] in `weights`, and `head_dim` in [`Sums`].
 #[repr(align(64))]
 pub(super) struct Scratch {
-    q: [f32; TILE_ROWS * MAX_HEAD_DIM],
+    q: [f32; TILE_ROWS * Q_STRIDE],
     weights: [f32; TILE_ROWS * SPAN],
     /// The split that was walked last.
     pub(super) split: Sums,
@@ -43,7 +52,7 @@ pub(super) struct Sums {
 
 impl Scratch {
     pub(super) const NEW: Scratch = Scratch {
-        q: [0.0; TILE_ROWS * MAX_HEAD_DIM],
+        q: [0.0; TILE_ROWS * Q_STRIDE],
         weights: [0.0; TILE_ROWS * SPAN],
         split: Sums::NEW,
         total: Sums::NEW,
@@ -116,13 +125,11 @@ impl CacheElement for bf16 {
 
 /// What all tiles of a call share.
 #[derive(Clone, Copy)]
-pub(super) struct Layer<'a, T, C> {
-    pub qkv: &'a [T],
+pub(super) struct Layer<'a, C> {
     pub k: &'a [C],
     pub v: &'a [C],
     pub block_size: usize,
     pub heads: Heads,
-    pub scale: f32,
 }
 
 /// Some queries of one sequence that read one KV head.
@@ -142,6 +149,17 @@ impl Tile<'_> {
         (self.seq.first_token + row / group, self.kv_head * group + row % group)
     }
 
+    /// Puts the scaled queries where [`Walk`] reads them.
+    pub(super) fn load<T: Float>(&self, qkv: &[T], heads: Heads, scale: f32, scratch: &mut Scratch) {
+        for row in 0..self.rows.len() {
+            let (token, head) = self.place(row, heads);
+            let q = &qkv[token * heads.qkv_cols() + head * heads.head_dim..][..heads.head_dim];
+            for (to, q) in scratch.q[row * Q_STRIDE..].iter_mut().zip(q) {
+                *to = q.to_f32() * scale;
+            }
+        }
+    }
+
     /// Keys that a row sees.
     #[inline(always)]
     pub(super) fn visible(&self, row: usize, heads: Heads) -> usize {
@@ -151,25 +169,20 @@ impl Tile<'_> {
 
 /// Walks `splits` for every row of a tile and merges them into `scratch.total`; the last one is left in `scratch.split`.
 ///
-/// Needs what the tile sees to be in the block table and the cache, and at most [`TILE_ROWS`] rows.
-pub(super) struct Walk<'a, T, C> {
-    pub layer: Layer<'a, T, C>,
+/// Needs the tile's queries in `scratch`, what it sees in block table and cache, and at most [`TILE_ROWS`] rows.
+pub(super) struct Walk<'a, C> {
+    pub layer: Layer<'a, C>,
     pub tile: Tile<'a>,
     pub splits: Range<usize>,
     pub scratch: &'a mut Scratch,
 }
 
-impl<T: Float, C: CacheElement> Kernel for Walk<'_, T, C> {
+impl<C: CacheElement> Kernel for Walk<'_, C> {
     #[inline(always)]
     unsafe fn run<V: F32x16>(self) {
         let Walk { layer, tile, splits, scratch } = self;
         let (heads, dim, num_rows) = (layer.heads, layer.heads.head_dim, tile.rows.len());
         for row in 0..num_rows {
-            let (token, head) = tile.place(row, heads);
-            let q = &layer.qkv[token * heads.qkv_cols() + head * dim..][..dim];
-            for (to, q) in scratch.q[row * dim..][..dim].iter_mut().zip(q) {
-                *to = q.to_f32() * layer.scale;
-            }
             scratch.visible[row] = tile.visible(row, heads);
         }
         scratch.total.clear(0..num_rows, dim);
@@ -181,7 +194,7 @@ impl<T: Float, C: CacheElement> Kernel for Walk<'_, T, C> {
             for first in (start..end).step_by(SPAN) {
                 let first_row = first_that_sees(&scratch.visible[..num_rows], first);
                 // SAFETY: the caller promises the instructions; rows from `first_row` on see a key of the span.
-                unsafe { span::<V, T, C>(&layer, &tile, scratch, first_row..num_rows, first) }
+                unsafe { span::<V, C>(&layer, &tile, scratch, first_row..num_rows, first) }
             }
             for row in first_row..num_rows {
                 let (total, part) = (&mut scratch.total, &scratch.split);
@@ -233,8 +246,8 @@ fn first_that_sees(visible: &[usize], position: usize) -> usize {
 /// # Safety
 /// The CPU must have the instructions of `V`; every row of `rows` sees the key at `first`.
 #[inline(always)]
-unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
-    layer: &Layer<'_, T, C>,
+unsafe fn span<V: F32x16, C: CacheElement>(
+    layer: &Layer<'_, C>,
     tile: &Tile<'_>,
     scratch: &mut Scratch,
     rows: Range<usize>,
@@ -252,14 +265,23 @@ unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
     }
 
     let seen = scratch.count[rows.end - 1];
+    // Few rows are done with the keys sooner than memory brings more: ask for the values while scores are computed.
+    let few = rows.len() <= FEW_ROWS;
+    if few {
+        for at in (0..seen).step_by(run) {
+            let v = &layer.v[base(first + at) + (first + at) % block_size * dim..][..run * dim];
+            // SAFETY: the CPU has the instructions of `V`.
+            unsafe { prefetch::<V, C>(v, dim, dim) }
+        }
+    }
     for at in (0..seen).step_by(run) {
         let slot = (first + at) % block_size;
         let k = &layer.k[base(first + at)..][..block_size * dim];
         let mut row = rows.start;
         while row < rows.end {
-            let num = SHARED_ROWS.min(rows.end - row);
+            let num = share(rows.end - row);
             let keys = scratch.count[row + num - 1].saturating_sub(at).min(run).next_multiple_of(LANES);
-            let q = &scratch.q[row * dim..(row + num) * dim];
+            let q = &scratch.q[row * Q_STRIDE..(row + num) * Q_STRIDE];
             let scores = &mut scratch.weights[row * SPAN + at..];
             // SAFETY: `num` rows of q; of k, from `slot` on, `keys` lanes a dimension, as slot + run is within the block; of the
             // scores, `keys` for each of `num` rows, as at + run <= SPAN.
@@ -268,6 +290,15 @@ unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
         }
     }
 
+    if few {
+        // And for the next keys while values are weighed.
+        let next = first + SPAN;
+        for at in (next..scratch.visible[rows.end - 1].min(next + SPAN)).step_by(run) {
+            let k = &layer.k[base(at)..][..block_size * dim];
+            // SAFETY: as above.
+            unsafe { prefetch::<V, C>(&k[at % block_size..], block_size, run) }
+        }
+    }
     for row in rows.clone() {
         let weights = &mut scratch.weights[row * SPAN..][..SPAN];
         let correction =
@@ -284,23 +315,53 @@ unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
         let v = &layer.v[base(first + at) + slot * dim..][..run * dim];
         let mut row = rows.start;
         while row < rows.end {
-            let num = SHARED_ROWS.min(rows.end - row);
+            let num = share(rows.end - row);
             // Rows see ever more keys: those that all of them see first, then those that fewer do.
             let (mut done, mut from) = (0, row);
             while from < row + num {
                 let keys = scratch.count[from].saturating_sub(at).min(run);
                 if keys > done {
-                    let num = row + num - from;
-                    let weights = &scratch.weights[from * SPAN + at..];
-                    let acc = &mut scratch.split.acc[from * dim..(from + num) * dim];
-                    // SAFETY: `keys` weights of each of `num` rows, `keys` values, `num` rows of acc.
-                    unsafe { values_of::<V, C>(num, weights, v, done..keys, dim, acc) }
+                    let mut first = from;
+                    while first < row + num {
+                        let num = share(row + num - first);
+                        let weights = &scratch.weights[first * SPAN + at..];
+                        let acc = &mut scratch.split.acc[first * dim..(first + num) * dim];
+                        // SAFETY: `keys` weights of each of `num` rows, `keys` values, `num` rows of acc.
+                        unsafe { values_of::<V, C>(num, weights, v, done..keys, dim, acc) }
+                        first += num;
+                    }
                     done = keys;
                 }
                 from += 1;
             }
             row += num;
         }
+    }
+}
+
+/// Asks for `cols` elements of each row, `stride` apart.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn prefetch<V: F32x16, C: CacheElement>(x: &[C], stride: usize, cols: usize) {
+    for row in x.chunks(stride) {
+        let row = &row[..cols.min(row.len())];
+        for line in (0..row.len()).step_by(CACHE_LINE / size_of::<C>()) {
+            // SAFETY: passed on to the caller; a prefetch may be of any address.
+            unsafe { V::prefetch(row[line..].as_ptr().cast()) }
+        }
+    }
+}
+
+/// How many of the rows left share what is loaded: such that none is left alone, and only some numbers need to be compiled.
+#[inline(always)]
+fn share(left: usize) -> usize {
+    match left {
+        0..=4 => left,
+        5 => 3,
+        7 | 8 => 4,
+        _ => SHARED_ROWS,
     }
 }
 
@@ -342,7 +403,7 @@ fn exponentiate(scores: &mut [f32], count: usize, max: &mut f32, sum: &mut f32) 
 /// `scores[m][j] = q[m] · k[j]` for `num` rows and `keys` keys.
 ///
 /// # Safety
-/// The CPU must have the instructions of `V`. Rows of q are `dim` apart, rows of scores [`SPAN`]; dimension d of key j is
+/// The CPU must have the instructions of `V`. Rows of q are [`Q_STRIDE`] apart, rows of scores [`SPAN`]; dimension d of key j is
 /// `k[d * block_size + slot + j]`; `keys` is a multiple of 16.
 #[inline(always)]
 unsafe fn scores_of<V: F32x16, C: CacheElement>(
@@ -365,16 +426,14 @@ unsafe fn scores_of<V: F32x16, C: CacheElement>(
             // Few rows take several vectors of keys, so that enough sums are in flight.
             at += LANES
                 * match (num, left) {
-                    (1, 4..) => products::<V, C, 1, 4>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (1, 2..) => products::<V, C, 1, 2>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (2, 2..) => products::<V, C, 2, 2>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (3, 2..) => products::<V, C, 3, 2>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (1, _) => products::<V, C, 1, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (2, _) => products::<V, C, 2, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (3, _) => products::<V, C, 3, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (4, _) => products::<V, C, 4, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (5, _) => products::<V, C, 5, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    _ => products::<V, C, 6, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
+                    (1, 4..) => products::<V, C, 1, 4, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    (2, 2..) => products::<V, C, 2, 2, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    (3, 2..) => products::<V, C, 3, 2, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    (1, _) => products::<V, C, 1, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    (2, _) => products::<V, C, 2, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    (3, _) => products::<V, C, 3, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    (4, _) => products::<V, C, 4, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    _ => products::<V, C, 6, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
                 };
         }
     }
@@ -403,18 +462,19 @@ unsafe fn values_of<V: F32x16, C: CacheElement>(
             let (v, acc) = (values.add(d), sums.add(d));
             d += LANES
                 * match (num, left) {
-                    (1, 4..) => products::<V, C, 1, 4>(w, SPAN, v, dim, count, acc, dim, true),
-                    (1, 2..) => products::<V, C, 1, 2>(w, SPAN, v, dim, count, acc, dim, true),
-                    (2, 2..) => products::<V, C, 2, 2>(w, SPAN, v, dim, count, acc, dim, true),
-                    (3, 2..) => products::<V, C, 3, 2>(w, SPAN, v, dim, count, acc, dim, true),
-                    (1, _) => products::<V, C, 1, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (2, _) => products::<V, C, 2, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (3, _) => products::<V, C, 3, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (4, _) => products::<V, C, 4, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (5, _) => products::<V, C, 5, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    _ => products::<V, C, 6, 1>(w, SPAN, v, dim, count, acc, dim, true),
+                    (1, 4..) => products::<V, C, 1, 4, true>(w, SPAN, v, dim, count, acc, dim),
+                    (2, 2..) => products::<V, C, 2, 2, true>(w, SPAN, v, dim, count, acc, dim),
+                    (3, 2..) => products::<V, C, 3, 2, true>(w, SPAN, v, dim, count, acc, dim),
+                    (1, _) => products::<V, C, 1, 1, true>(w, SPAN, v, dim, count, acc, dim),
+                    (2, _) => products::<V, C, 2, 1, true>(w, SPAN, v, dim, count, acc, dim),
+                    (3, _) => products::<V, C, 3, 1, true>(w, SPAN, v, dim, count, acc, dim),
+                    (4, _) => products::<V, C, 4, 1, true>(w, SPAN, v, dim, count, acc, dim),
+                    _ => products::<V, C, 6, 1, true>(w, SPAN, v, dim, count, acc, dim),
                 };
         }
+    }
+    if d == dim {
+        return;
     }
     // A head of an odd number of eights.
     for m in 0..num {
@@ -433,7 +493,7 @@ unsafe fn values_of<V: F32x16, C: CacheElement>(
 /// # Safety
 /// The CPU must have the instructions of `V`; rows of a, b and c begin `stride` apart and hold what is read and written.
 #[inline(always)]
-unsafe fn products<V: F32x16, C: CacheElement, const M: usize, const P: usize>(
+unsafe fn products<V: F32x16, C: CacheElement, const M: usize, const P: usize, const ADD: bool>(
     a: *const f32,
     a_stride: usize,
     b: *const C,
@@ -441,13 +501,12 @@ unsafe fn products<V: F32x16, C: CacheElement, const M: usize, const P: usize>(
     count: usize,
     c: *mut f32,
     c_stride: usize,
-    add: bool,
 ) -> usize {
     const { assert!(M <= SHARED_ROWS) };
     // SAFETY: as the caller promises.
     unsafe {
         let mut sums = [[V::zero(); P]; M];
-        if add {
+        if ADD {
             for m in 0..M {
                 for p in 0..P {
                     sums[m][p] = V::load(c.add(m * c_stride + p * LANES));
