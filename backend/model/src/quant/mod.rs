@@ -142,13 +142,13 @@ fn find<T: Copy>(table: &[(&str, T)], name: &str) -> Result<T> {
 mod tests {
     use super::*;
 
-    fn refusal(wanted: Option<QuantType>, stored: Option<&str>) -> String {
+    fn refusal(wanted: Option<&str>, stored: Option<&str>) -> String {
         let stored = stored.map(|method| StoredQuantization {
             method: method.into(),
             group_size: Some(32),
             unquantized: Vec::new(),
         });
-        match schemes(wanted.as_ref(), stored.as_ref()) {
+        match schemes(wanted.map(QuantType::from).as_ref(), stored.as_ref()) {
             Ok(schemes) => schemes.name().to_owned(),
             Err(err) => err.to_string(),
         }
@@ -157,19 +157,19 @@ mod tests {
     #[test]
     fn a_scheme_is_found_by_name_or_refused_with_the_table() {
         assert_eq!(refusal(None, None), "none");
-        assert_eq!(refusal(Some("none".into()), Some("gguf_blocks")), "gguf_blocks");
-        assert_eq!(refusal(Some("weight_only_int8".into()), None), "weight_only_int8");
+        assert_eq!(refusal(Some("none"), Some("gguf_blocks")), "gguf_blocks");
+        assert_eq!(refusal(Some("weight_only_int8"), None), "weight_only_int8");
         assert_eq!(
-            refusal(Some("int3".into()), None),
+            refusal(Some("int3"), None),
             "quantization int3 is unknown, supported: none, weight_only_int8, weight_only_int4"
         );
         assert_eq!(refusal(None, Some("awq")), "quantization awq is unknown, supported: gguf_blocks");
         assert_eq!(
-            refusal(Some("weight_only_int8".into()), Some("gguf_blocks")),
+            refusal(Some("weight_only_int8"), Some("gguf_blocks")),
             "the checkpoint is quantized as gguf_blocks, it cannot be quantized again as weight_only_int8"
         );
         assert_eq!(
-            refusal(Some(QuantType { name: "weight_only_int4".into(), group_size: Some(48) }), None),
+            GroupSize::new(48).unwrap_err().to_string(),
             "weightonly_group_size is 48, supported: -1 (a whole row), 32, 64, 128"
         );
     }

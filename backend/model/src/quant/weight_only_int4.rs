@@ -63,9 +63,9 @@ impl QuantScheme for WeightOnlyInt4 {
     }
 }
 
-fn encode(row: &[f32], group: usize, codes: RowCodes<'_, u8>) {
+fn encode(row: &[f32], group: usize, codes: &mut RowCodes<'_, u8>) {
     let groups = row.chunks(group).zip(codes.values.chunks_mut(group));
-    for ((weights, values), (scale, min)) in groups.zip(codes.scales.iter_mut().zip(codes.offsets)) {
+    for ((weights, values), (scale, min)) in groups.zip(codes.scales.iter_mut().zip(codes.offsets.iter_mut())) {
         (*scale, *min) = encode_group(weights, values);
     }
 }

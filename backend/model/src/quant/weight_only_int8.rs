@@ -36,7 +36,7 @@ impl QuantScheme for WeightOnlyInt8 {
 }
 
 /// One channel.
-fn encode(row: &[f32], codes: RowCodes<'_, i8>) {
+fn encode(row: &[f32], codes: &mut RowCodes<'_, i8>) {
     let scale = row.iter().fold(0.0f32, |max, w| max.max(w.abs())) / 127.0;
     let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
     codes.scales[0] = scale;
@@ -57,7 +57,7 @@ mod tests {
         for scale in [1e-3f32, 0.2, 30.0] {
             let row: Vec<f32> = (0..96).map(|_| rng.random_range(-scale..scale)).collect();
             let (mut values, mut scales, mut offsets) = ([0i8; 96], [0.0], [0.0]);
-            encode(&row, RowCodes { values: &mut values, scales: &mut scales, offsets: &mut offsets });
+            encode(&row, &mut RowCodes { values: &mut values, scales: &mut scales, offsets: &mut offsets });
             for (q, w) in values.iter().zip(&row) {
                 let error = (f32::from(*q) * scales[0] - w).abs();
                 assert!(error <= scales[0] * 0.5001, "{w} became {q} * {}", scales[0]);
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn a_row_of_zeros_stays_zero() {
         let (mut values, mut scales, mut offsets) = ([1i8; 4], [1.0], [0.0]);
-        encode(&[0.0; 4], RowCodes { values: &mut values, scales: &mut scales, offsets: &mut offsets });
+        encode(&[0.0; 4], &mut RowCodes { values: &mut values, scales: &mut scales, offsets: &mut offsets });
         assert_eq!((values, scales), ([0; 4], [0.0]));
     }
 }
