@@ -7,6 +7,7 @@
 
 #[cfg(test)]
 mod cpu;
+mod products;
 mod ragged;
 #[cfg(test)]
 mod tests;

@@ -6,8 +6,7 @@
 
 use std::ops::Range;
 
-use half::bf16;
-
+use super::products::{CacheElement, Q_STRIDE, scores_of, share, values_of};
 use super::{Heads, MAX_HEAD_DIM, SPAN, SPLIT, Seq};
 use crate::dtype::Float;
 use crate::math;
@@ -17,17 +16,10 @@ use crate::simd::{F32x16, Kernel, LANES};
 /// that it and the tile nearly stay in the first.
 pub(super) const TILE_ROWS: usize = 24;
 
-/// Rows that share what is loaded: at two registers a row these fill AVX2's sixteen, but for the loads.
-const SHARED_ROWS: usize = 6;
-
 /// A tile of at most this many rows waits for memory.
 const FEW_ROWS: usize = 12;
 
 const CACHE_LINE: usize = 64;
-
-/// Floats from one row of queries to the next: known at compile time, so that a row costs no address arithmetic, and no multiple
-/// of the distance at which addresses compete for a place in the cache.
-const Q_STRIDE: usize = MAX_HEAD_DIM + 16;
 
 /// What a tile works on and leaves behind. Rows are [`Q_STRIDE`] apart in `q`, [`SPAN`] in `weights`, and `head_dim` in [`Sums`].
 #[repr(align(64))]
@@ -90,36 +82,6 @@ fn merge(max: &mut f32, sum: &mut f32, acc: &mut [f32], split_max: f32, split_su
     *sum = split_sum.mul_add(new, *sum * old);
     for (acc, &split) in acc.iter_mut().zip(split_acc) {
         *acc = split.mul_add(new, *acc * old);
-    }
-}
-
-/// An element of the cache.
-pub(super) trait CacheElement: Float {
-    /// # Safety
-    /// As [`F32x16::load`].
-    unsafe fn load<V: F32x16>(from: *const Self) -> V;
-}
-
-impl CacheElement for f32 {
-    #[inline(always)]
-    unsafe fn load<V: F32x16>(from: *const f32) -> V {
-        // SAFETY: passed on to the caller.
-        unsafe { V::load(from) }
-    }
-}
-
-impl CacheElement for bf16 {
-    #[inline(always)]
-    unsafe fn load<V: F32x16>(from: *const bf16) -> V {
-        let mut wide = [0.0; LANES];
-        // SAFETY: sixteen elements are there, as the caller promises, and sixteen in the array.
-        unsafe {
-            let narrow = from.cast::<[u16; LANES]>().read_unaligned();
-            for i in 0..LANES {
-                wide[i] = f32::from_bits(u32::from(narrow[i]) << 16);
-            }
-            V::load(wide.as_ptr())
-        }
     }
 }
 
@@ -354,17 +316,6 @@ unsafe fn prefetch<V: F32x16, C: CacheElement>(x: &[C], stride: usize, cols: usi
     }
 }
 
-/// How many of the rows left share what is loaded: such that none is left alone, and only some numbers need to be compiled.
-#[inline(always)]
-fn share(left: usize) -> usize {
-    match left {
-        0..=4 => left,
-        5 => 3,
-        7 | 8 => 4,
-        _ => SHARED_ROWS,
-    }
-}
-
 /// Turns the first `count` scores into exp(score - max), the others into 0; updates maximum and sum. What the values gathered
 /// so far are to be multiplied by.
 #[inline(always)]
@@ -398,138 +349,4 @@ fn exponentiate(scores: &mut [f32], count: usize, max: &mut f32, sum: &mut f32) 
     *max = new_max;
     *sum = sum.mul_add(correction, math::fold(lanes));
     correction
-}
-
-/// `scores[m][j] = q[m] · k[j]` for `num` rows and `keys` keys.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`. Rows of q are [`Q_STRIDE`] apart, rows of scores [`SPAN`]; dimension d of key j is
-/// `k[d * block_size + slot + j]`; `keys` is a multiple of 16.
-#[inline(always)]
-unsafe fn scores_of<V: F32x16, C: CacheElement>(
-    num: usize,
-    q: &[f32],
-    k: &[C],
-    slot: usize,
-    block_size: usize,
-    dim: usize,
-    keys: usize,
-    scores: &mut [f32],
-) {
-    let (q, k, scores) = (q.as_ptr(), k.as_ptr(), scores.as_mut_ptr());
-    let mut at = 0;
-    while at < keys {
-        let left = (keys - at) / LANES;
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let (k, scores) = (k.add(slot + at), scores.add(at));
-            // Few rows take several vectors of keys, so that enough sums are in flight.
-            at += LANES
-                * match (num, left) {
-                    (1, 4..) => products::<V, C, 1, 4, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                    (2, 2..) => products::<V, C, 2, 2, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                    (3, 2..) => products::<V, C, 3, 2, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                    (1, _) => products::<V, C, 1, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                    (2, _) => products::<V, C, 2, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                    (3, _) => products::<V, C, 3, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                    (4, _) => products::<V, C, 4, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                    _ => products::<V, C, 6, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
-                };
-        }
-    }
-}
-
-/// `acc[m] += weights[m][j] * v[j]` for `num` rows and the keys j of `keys`, in order.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`. Rows of weights are [`SPAN`] apart, those of v and acc `dim`.
-#[inline(always)]
-unsafe fn values_of<V: F32x16, C: CacheElement>(
-    num: usize,
-    weights: &[f32],
-    v: &[C],
-    keys: Range<usize>,
-    dim: usize,
-    acc: &mut [f32],
-) {
-    let (w, count) = (weights[keys.start..].as_ptr(), keys.len());
-    let (values, sums) = (v[keys.start * dim..].as_ptr(), acc.as_mut_ptr());
-    let mut d = 0;
-    while d + LANES <= dim {
-        let left = (dim - d) / LANES;
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let (v, acc) = (values.add(d), sums.add(d));
-            d += LANES
-                * match (num, left) {
-                    (1, 4..) => products::<V, C, 1, 4, true>(w, SPAN, v, dim, count, acc, dim),
-                    (2, 2..) => products::<V, C, 2, 2, true>(w, SPAN, v, dim, count, acc, dim),
-                    (3, 2..) => products::<V, C, 3, 2, true>(w, SPAN, v, dim, count, acc, dim),
-                    (1, _) => products::<V, C, 1, 1, true>(w, SPAN, v, dim, count, acc, dim),
-                    (2, _) => products::<V, C, 2, 1, true>(w, SPAN, v, dim, count, acc, dim),
-                    (3, _) => products::<V, C, 3, 1, true>(w, SPAN, v, dim, count, acc, dim),
-                    (4, _) => products::<V, C, 4, 1, true>(w, SPAN, v, dim, count, acc, dim),
-                    _ => products::<V, C, 6, 1, true>(w, SPAN, v, dim, count, acc, dim),
-                };
-        }
-    }
-    if d == dim {
-        return;
-    }
-    // A head of an odd number of eights.
-    for m in 0..num {
-        for j in keys.clone() {
-            let weight = weights[m * SPAN + j];
-            for d in d..dim {
-                let acc = &mut acc[m * dim + d];
-                *acc = weight.mul_add(v[j * dim + d].to_f32(), *acc);
-            }
-        }
-    }
-}
-
-/// `c[m][lane] (+)= sum over i of a[m][i] * b[i][lane]`, a chain in the order of i, for M rows and P vectors of lanes. Returns P.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`; rows of a, b and c begin `stride` apart and hold what is read and written.
-#[inline(always)]
-unsafe fn products<V: F32x16, C: CacheElement, const M: usize, const P: usize, const ADD: bool>(
-    a: *const f32,
-    a_stride: usize,
-    b: *const C,
-    b_stride: usize,
-    count: usize,
-    c: *mut f32,
-    c_stride: usize,
-) -> usize {
-    const { assert!(M <= SHARED_ROWS) };
-    // SAFETY: as the caller promises.
-    unsafe {
-        let mut sums = [[V::zero(); P]; M];
-        if ADD {
-            for m in 0..M {
-                for p in 0..P {
-                    sums[m][p] = V::load(c.add(m * c_stride + p * LANES));
-                }
-            }
-        }
-        for i in 0..count {
-            let mut vectors = [V::zero(); P];
-            for p in 0..P {
-                vectors[p] = C::load::<V>(b.add(i * b_stride + p * LANES));
-            }
-            for m in 0..M {
-                let a = V::splat(*a.add(m * a_stride + i));
-                for p in 0..P {
-                    sums[m][p] = a.mul_add(vectors[p], sums[m][p]);
-                }
-            }
-        }
-        for m in 0..M {
-            for p in 0..P {
-                sums[m][p].store(c.add(m * c_stride + p * LANES));
-            }
-        }
-    }
-    P
 }

@@ -3,7 +3,8 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::tile::{CacheElement, Join, Layer, Scratch, TILE_ROWS, Tile, Walk};
+use super::products::CacheElement;
+use super::tile::{Join, Layer, Scratch, TILE_ROWS, Tile, Walk};
 use super::{Heads, Ragged, SPLIT, WORKSPACE_BYTES};
 use crate::dtype::{DType, Float};
 use crate::error::Result;

@@ -110,43 +110,50 @@ fn sample(logits: &[f32], max: f32, row: RowParams, scratch: &mut Scratch<'_>) -
         let limit = (f64::from(row.top_p) * total).max(f64::MIN_POSITIVE);
         let cut = cut(logits, kept, limit, |token| f64::from(weights[token]));
         kept = retain(kept, |token| key(logits[token]) >= cut);
-        total = kept.iter().map(|&token| f64::from(weights[token as usize])).sum();
     }
 
-    let target = u * total;
-    let mut sum = 0.0;
-    for &token in kept.iter() {
-        sum += f64::from(weights[token as usize]);
-        if sum > target {
-            return token;
-        }
+    // Move the kept weights together; no token moves up.
+    for (i, &token) in kept.iter().enumerate() {
+        weights[i] = weights[token as usize];
     }
-    // Rounding left the target at the very end.
-    kept.last().copied().unwrap_or(FAILED)
+    let weights = &weights[..kept.len()];
+    let mut total = 0.0;
+    for group in weights.chunks(GROUP) {
+        total += sum(group);
+    }
+    match usize::try_from(pick(weights, u * total)) {
+        Ok(i) => kept[i],
+        Err(_) => FAILED,
+    }
 }
 
 /// Fills `weights`, and `largest` by group. The sum of all.
 #[inline(always)]
 fn weigh(logits: &[f32], max: f32, row: RowParams, weights: &mut [f32], largest: &mut [f32]) -> f64 {
-    let (temperature, min_p) = (row.temperature, row.min_p);
     let mut total = 0.0;
-    let groups = logits.chunks(GROUP).zip(weights.chunks_mut(GROUP)).zip(largest);
-    for ((logits, weights), largest) in groups {
-        let mut max_of_group = 0.0;
-        for i in 0..weights.len() {
-            let weight = math::exp((logits[i] - max) / temperature);
-            weights[i] = if weight >= min_p { weight } else { 0.0 };
+    for (group, largest) in largest.iter_mut().enumerate() {
+        let start = group * GROUP;
+        let end = logits.len().min(start + GROUP);
+        let mut in_group = [f32::NEG_INFINITY; GROUP];
+        in_group[..end - start].copy_from_slice(&logits[start..end]);
+        let mut lanes = [0.0; math::LANES];
+        for i in 0..GROUP {
+            let weight = math::exp((in_group[i] - max) / row.temperature);
+            in_group[i] = if weight >= row.min_p { weight } else { 0.0 };
         }
-        for &weight in weights.iter() {
-            max_of_group = if weight > max_of_group { weight } else { max_of_group };
+        for chunk in in_group.as_chunks::<{ math::LANES }>().0 {
+            for i in 0..math::LANES {
+                lanes[i] = if chunk[i] > lanes[i] { chunk[i] } else { lanes[i] };
+            }
         }
-        *largest = max_of_group;
-        total += sum(weights);
+        *largest = lanes.into_iter().fold(0.0, f32::max);
+        weights[start..end].copy_from_slice(&in_group[..end - start]);
+        total += sum(&in_group);
     }
     total
 }
 
-/// The sum of a group.
+/// The sum of at most a group.
 #[inline(always)]
 fn sum(weights: &[f32]) -> f64 {
     const LANES: usize = 8;
@@ -219,22 +226,24 @@ fn key(logit: f32) -> u32 {
 #[inline(always)]
 fn cut(logits: &[f32], tokens: &[i32], limit: f64, mass: impl Fn(usize) -> f64) -> u32 {
     const WIDTHS: [u32; 3] = [11, 11, 10];
-    let mut sums = [0.0f64; 1 << 11];
+    // Two of each, taken in turn: many tokens in a row add to one of few, and need not wait for each other.
+    let mut sums = [[0.0f64; 2]; 1 << 11];
     let (mut known, mut num_known) = (0u32, 0u32);
     let mut above = 0.0;
     for width in WIDTHS {
         let shift = 32 - num_known - width;
         let sums = &mut sums[..1 << width];
-        sums.fill(0.0);
-        for &token in tokens {
+        sums.fill([0.0; 2]);
+        for (i, &token) in tokens.iter().enumerate() {
             let key = key(logits[token as usize]);
             // All of the known upper bits agree; at first there are none.
             if (u64::from(key ^ known)) >> (shift + width) == 0 {
-                sums[(key >> shift) as usize & ((1 << width) - 1)] += mass(token as usize);
+                sums[(key >> shift) as usize & ((1 << width) - 1)][i % 2] += mass(token as usize);
             }
         }
         let mut found = None;
-        for (value, &sum) in sums.iter().enumerate().rev() {
+        for (value, [even, odd]) in sums.iter().enumerate().rev() {
+            let sum = even + odd;
             if above + sum >= limit {
                 found = Some(value);
                 break;
