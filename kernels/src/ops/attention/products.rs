@@ -79,7 +79,7 @@ pub(super) unsafe fn scores_of<V: F32x16, C: CacheElement>(
         // SAFETY: passed on to the caller.
         unsafe {
             let (k, scores) = (k.add(slot + at), scores.add(at));
-            // Few rows take several vectors of keys, so that enough sums are in flight.
+            // Few rows take several vectors of keys, so that enough sums are in flight; many do where registers allow.
             at += LANES
                 * match (num, left) {
                     (1, 4..) => products::<V, C, 1, 4, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
@@ -88,6 +88,12 @@ pub(super) unsafe fn scores_of<V: F32x16, C: CacheElement>(
                     (1, _) => products::<V, C, 1, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
                     (2, _) => products::<V, C, 2, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
                     (3, _) => products::<V, C, 3, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
+                    (4, 2..) if V::FIT >= 16 => {
+                        products::<V, C, 4, 2, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN)
+                    }
+                    (6, 2..) if V::FIT >= 16 => {
+                        products::<V, C, 6, 2, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN)
+                    }
                     (4, _) => products::<V, C, 4, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
                     _ => products::<V, C, 6, 1, false>(q, Q_STRIDE, k, block_size, dim, scores, SPAN),
                 };
@@ -124,6 +130,8 @@ pub(super) unsafe fn values_of<V: F32x16, C: CacheElement>(
                     (1, _) => products::<V, C, 1, 1, true>(w, SPAN, v, dim, count, acc, dim),
                     (2, _) => products::<V, C, 2, 1, true>(w, SPAN, v, dim, count, acc, dim),
                     (3, _) => products::<V, C, 3, 1, true>(w, SPAN, v, dim, count, acc, dim),
+                    (4, 2..) if V::FIT >= 16 => products::<V, C, 4, 2, true>(w, SPAN, v, dim, count, acc, dim),
+                    (6, 2..) if V::FIT >= 16 => products::<V, C, 6, 2, true>(w, SPAN, v, dim, count, acc, dim),
                     (4, _) => products::<V, C, 4, 1, true>(w, SPAN, v, dim, count, acc, dim),
                     _ => products::<V, C, 6, 1, true>(w, SPAN, v, dim, count, acc, dim),
                 };
