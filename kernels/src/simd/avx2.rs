@@ -135,6 +135,7 @@ impl F32x16 for Avx2 {
 
     #[inline]
     #[target_feature(enable = "avx")]
+    #[expect(clippy::pointers_in_nomem_asm_block, reason = "no instruction, so nothing is read or written")]
     unsafe fn before(mut self, mut pointer: *const u8) -> (Self, *const u8) {
         // SAFETY: no instruction.
         unsafe {

@@ -108,6 +108,7 @@ impl F32x16 for Avx512 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
+    #[expect(clippy::pointers_in_nomem_asm_block, reason = "no instruction, so nothing is read or written")]
     unsafe fn before(mut self, mut pointer: *const u8) -> (Self, *const u8) {
         // SAFETY: no instruction.
         unsafe {
