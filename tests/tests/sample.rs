@@ -13,7 +13,7 @@ const MAX_LEN: usize = 256;
 #[test]
 fn the_best_tokens_after_a_prompt_and_their_probabilities() {
     let Some(folder) = sample::folder_or_say_why_not() else { return };
-    let mut runner = Runner::load(&folder, LoadOptions::default(), MAX_LEN).unwrap();
+    let mut runner = Runner::load(&folder, &LoadOptions::default(), MAX_LEN).unwrap();
     for prompt in sample::prompts() {
         runner.reset();
         let logits = runner.run(&prompt.ids).unwrap();
@@ -32,7 +32,7 @@ fn the_best_tokens_after_a_prompt_and_their_probabilities() {
 #[test]
 fn greedy_text_is_the_same_up_to_a_near_tie() {
     let Some(folder) = sample::folder_or_say_why_not() else { return };
-    let mut runner = Runner::load(&folder, LoadOptions::default(), MAX_LEN).unwrap();
+    let mut runner = Runner::load(&folder, &LoadOptions::default(), MAX_LEN).unwrap();
     for prompt in sample::prompts() {
         runner.reset();
         let logits = runner.run(&prompt.ids).unwrap();
