@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::{Device, HostBuffer};
+use crate::device::{Buffer, Device};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
 use crate::tensor::{Owner, Shape, Tensor};
@@ -24,7 +24,7 @@ pub struct Workspace {
 }
 
 struct Arena {
-    buffer: HostBuffer,
+    buffer: Buffer,
     capacity: usize,
     state: Mutex<State>,
 }

@@ -1,1 +1,1 @@
-//! One folder an op: its contract and dispatch in `mod.rs`, the plain reference in `cpu.rs`, faster versions beside it.
+//! x
