@@ -7,6 +7,7 @@ pub mod comm;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod math;
 pub mod ops;
 pub mod pool;
 pub mod tensor;

@@ -1,1 +1,14 @@
-//! x
+//! One folder an op: its contract and dispatch in `mod.rs`, the plain reference in `cpu.rs`, faster versions beside it.
+
+pub mod add_bias;
+pub mod attention;
+pub mod copy_rows;
+pub mod embed;
+pub mod gather_rows;
+pub mod kv_write;
+pub mod logprobs;
+pub mod penalty;
+pub mod rms_norm;
+pub mod rope;
+pub mod sample;
+pub mod silu_mul;

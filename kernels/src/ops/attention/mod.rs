@@ -1,0 +1,85 @@
+//! Causal attention over a paged KV cache, for prompts, chunks of prompts, single tokens and drafts alike.
+//!
+//! Keys are walked in spans of [`SPAN`] positions with an online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al.
+//! 2022, arXiv:2205.14135), and splits of [`SPLIT`] positions are merged in order (Dao 2023, "Flash-Decoding"). Spans and splits
+//! begin at multiples of their length in the sequence, so a query's bits depend on its position and on what stands before it;
+//! not on the chunk it came in, on other sequences, on block size, on which blocks were given, or on threads.
+
+mod cpu;
+mod ragged;
+
+pub use ragged::{Heads, Ragged};
+pub(crate) use ragged::{Seq, check_cache};
+
+use crate::device::Device;
+use crate::error::{KernelError, Result};
+use crate::tensor::Tensor;
+use crate::with_float;
+use crate::workspace::Workspace;
+
+const OP: &str = "attention";
+
+/// Positions whose scores are exponentiated together.
+pub(crate) const SPAN: usize = 64;
+
+/// Positions that are summed up apart from others.
+pub(crate) const SPLIT: usize = 256;
+
+/// What [`attention`] takes from the workspace at most.
+pub const WORKSPACE_BYTES: usize = 1 << 20;
+
+/// Largest head.
+pub(crate) const MAX_HEAD_DIM: usize = 256;
+
+/// `y[t, h] = softmax(scale * q[t, h] · k) v` over the keys at and before token t's position.
+///
+/// | argument    | shape | dtype | |
+/// |-------------|-------|-------|-|
+/// | `qkv`       | `[tokens, (num_heads + 2 * num_kv_heads) * head_dim]` | f32 or bf16 | queries read |
+/// | `k`, `v`    | `[blocks, num_kv_heads, block_size, head_dim]`, as [`kv_write`](super::kv_write::kv_write) left them, this step's tokens included | f32 or bf16 | read |
+/// | `ragged`    | see [`Ragged`] | i32 | read |
+/// | `y`         | `[tokens, num_heads * head_dim]` | as `qkv` | written |
+/// | `workspace` | takes at most [`WORKSPACE_BYTES`] | | |
+///
+/// `head_dim` is a multiple of 8 up to 256, `block_size` 16, 32, 64 or 128. Arithmetic in f32; for one query and head, with
+/// positions j of a span, then spans of a split, then splits:
+///
+/// - `s[j]` is a chain of fused multiply-adds over dimensions in order, of `scale * q` (rounded) and `k[j]`;
+/// - `m' = max(m, s)`, `c = exp(m - m')`, `p[j] = exp(s[j] - m')`;
+/// - `l = fma(l, c, sum of p)`, the sum as in [`math`](crate::math); `acc = acc * c`, then a chain over j of `p[j]` and `v[j]`;
+/// - of splits `M' = max(M, m)`, `A = exp(M - M')`, `B = exp(m - M')`, `L = fma(l, B, L * A)`, `O = fma(acc, B, O * A)`;
+/// - `y = O * (1 / L)`.
+///
+/// # Errors
+/// `Shape`, `DType`, `NotMultiple`, and `Value` if `ragged` points outside the tensors; nothing is then written.
+pub fn attention(
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    heads.check(OP)?;
+    if heads.head_dim > MAX_HEAD_DIM {
+        return Err(KernelError::Value { op: OP, arg: "head_dim", got: heads.head_dim as i64, want: "at most 256" });
+    }
+    let (num_tokens, _) = qkv.rows_cols();
+    qkv.expect_shape(OP, "qkv", [num_tokens, heads.qkv_cols()])?;
+    y.expect_shape(OP, "y", [num_tokens, heads.num_heads * heads.head_dim])?;
+    y.expect_dtype(OP, "y", qkv.dtype())?;
+    let (num_blocks, block_size) = check_cache(OP, k, v, heads)?;
+    ragged.check(OP)?;
+    match qkv.device() {
+        Device::Cpu => {
+            ragged.check_values(OP, num_tokens, num_blocks, block_size)?;
+            let _ = workspace;
+            with_float!(OP, "qkv", qkv.dtype(), T => with_float!(OP, "k", k.dtype(), C => {
+                cpu::attention::<T, C>(qkv, k, v, ragged, heads, scale, y);
+            }));
+        }
+    }
+    Ok(())
+}
