@@ -1,5 +1,6 @@
 //! What can go wrong below the model: one enum, each variant carrying what a reader of the log needs.
 
+use cudarc::cublaslt::result::CublasError;
 use cudarc::driver::DriverError;
 
 use crate::dtype::DType;
@@ -30,6 +31,9 @@ pub enum KernelError {
     #[error("workspace holds {capacity} bytes, {used} are taken and {wanted} more were asked for")]
     WorkspaceFull { capacity: usize, used: usize, wanted: usize },
 
+    #[error("{op}: there is no version for {device}")]
+    NotOnDevice { op: &'static str, device: &'static str },
+
     #[error("no CUDA driver: {reason}; install the driver, or pass --device cpu")]
     NoDriver { reason: String },
 
@@ -44,6 +48,13 @@ pub enum KernelError {
         what: &'static str,
         #[source]
         source: DriverError,
+    },
+
+    #[error("{what} failed")]
+    Blas {
+        what: &'static str,
+        #[source]
+        source: CublasError,
     },
 
     #[error("{op}: launch failed")]

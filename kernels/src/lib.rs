@@ -11,6 +11,8 @@ pub mod math;
 pub mod ops;
 pub mod pool;
 pub mod tensor;
+#[cfg(test)]
+mod testing;
 pub mod workspace;
 
 pub use comm::{Communicator, Solo};

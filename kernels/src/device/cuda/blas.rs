@@ -112,14 +112,16 @@ impl Blas {
         let product = result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, f32)
             .map_err(failed("cublasLtMatmulDescCreate"))?;
         let (weight, x, y) = (layout(bf16, inner, out)?, layout(bf16, inner, rows)?, layout(y_type, out, rows)?);
-        let transposed = sys::cublasOperation_t::CUBLAS_OP_T as i32;
+        /// `CUBLAS_OP_T`.
+        const TRANSPOSED: i32 = 1;
+        let (transposed, workspace_bytes) = (TRANSPOSED, WORKSPACE_BYTES);
         let preference = result::create_matmul_pref().map_err(failed("cublasLtMatmulPreferenceCreate"))?;
         // SAFETY: each attribute is given a value of its type, which the library copies.
         let found = unsafe {
             let at = (&raw const transposed).cast();
             result::set_matmul_desc_attribute(product, CUBLASLT_MATMUL_DESC_TRANSA, at, size_of::<i32>())
                 .map_err(failed("cublasLtMatmulDescSetAttribute"))?;
-            let at = (&raw const WORKSPACE_BYTES).cast();
+            let at = (&raw const workspace_bytes).cast();
             result::set_matmul_pref_attribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, at, size_of::<usize>())
                 .map_err(failed("cublasLtMatmulPreferenceSetAttribute"))?;
             let found = result::get_matmul_algo_heuristic(self.handle, product, weight, x, y, y, preference);

@@ -3,6 +3,7 @@
 //! All work of a device runs on its one stream, in the order given, so tensors need no events between ops. The driver is found at run
 //! time: a build with kernels starts on a machine without it, and says so only when a GPU is asked for.
 
+mod blas;
 mod event;
 mod graph;
 mod launch;
@@ -11,13 +12,14 @@ mod memory;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
+pub(crate) use blas::Product;
 pub use event::Event;
 pub use graph::Graph;
-pub(crate) use launch::{Arg, Launch};
+pub(crate) use launch::Launch;
 pub(crate) use memory::CudaBuffer;
 pub use memory::Pinned;
 
@@ -28,6 +30,9 @@ include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 /// The oldest driver interface that the embedded kernels load on: CUDA 13.0.
 const OLDEST_DRIVER: i32 = 13_000;
 
+/// How many blocks of a launch may be counted apart: pairs of a sequence and a KV head.
+pub(crate) const COUNTERS: usize = 1 << 18;
+
 /// A GPU, opened.
 pub struct CudaDevice {
     ordinal: usize,
@@ -37,6 +42,10 @@ pub struct CudaDevice {
     stream: sys::CUstream,
     num_multiprocessors: u32,
     kernels: Mutex<Kernels>,
+    /// Made at the first product of many rows: loading the library takes a while, and a GPU can do without.
+    blas: OnceLock<blas::Blas>,
+    /// Zero between kernels: blocks of one launch count each other here.
+    counters: sys::CUdeviceptr,
 }
 
 /// Loaded modules by source, and their functions by source and name.
@@ -89,8 +98,10 @@ impl CudaDevice {
             let context = result::primary_ctx::retain(device).map_err(driver("cuDevicePrimaryCtxRetain"))?;
             result::ctx::set_current(context).map_err(driver("cuCtxSetCurrent"))?;
             let stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(driver("cuStreamCreate"))?;
-            let kernels = Mutex::default();
-            Ok(CudaDevice { ordinal, name, device, context, stream, num_multiprocessors, kernels })
+            let counters = result::malloc_sync(COUNTERS * 4).map_err(driver("cuMemAlloc"))?;
+            result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(driver("cuMemsetD8"))?;
+            let (kernels, blas) = (Mutex::default(), OnceLock::new());
+            Ok(CudaDevice { ordinal, name, device, context, stream, num_multiprocessors, kernels, blas, counters })
         }
     }
 
@@ -136,6 +147,27 @@ impl CudaDevice {
 
     pub(crate) fn stream(&self) -> sys::CUstream {
         self.stream
+    }
+
+    pub(crate) fn counters(&self) -> u64 {
+        self.counters
+    }
+
+    /// Puts `y = x weightᵀ` on the stream, by cuBLASLt.
+    ///
+    /// # Errors
+    /// `NoDriver` if the library is absent, `Blas`.
+    ///
+    /// # Safety
+    /// The addresses must hold what the product reads and writes until the stream has passed it.
+    pub(crate) unsafe fn blas_matmul(&self, product: Product, x: u64, weight: u64, y: u64) -> Result<()> {
+        self.bind()?;
+        if self.blas.get().is_none() {
+            let _ = self.blas.set(blas::Blas::new()?);
+        }
+        let blas = self.blas.get().expect("it was just made");
+        // SAFETY: the caller's promise.
+        unsafe { blas.matmul(self, product, x, weight, y) }
     }
 
     /// The kernel `name` of `ops/*/source.cu`, loaded at its first use.

@@ -4,7 +4,7 @@ mod cpu;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{KernelError, Result};
 use crate::tensor::Tensor;
 use crate::with_float;
 
@@ -25,6 +25,7 @@ pub fn add_bias(y: &mut Tensor, bias: &Tensor) -> Result<()> {
     bias.expect_dtype(OP, "bias", DType::F32)?;
     match y.device() {
         Device::Cpu => with_float!(OP, "y", y.dtype(), T => cpu::add_bias::<T>(y, bias)),
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
     Ok(())
 }

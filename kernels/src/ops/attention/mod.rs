@@ -6,6 +6,7 @@
 //! not on the chunk it came in, on other sequences, on block size, on which blocks were given, or on threads.
 
 mod cpu;
+mod cuda;
 mod ragged;
 
 pub use ragged::{Heads, Ragged};
@@ -80,6 +81,7 @@ pub fn attention(
                 cpu::attention::<T, C>(qkv, k, v, ragged, heads, scale, y);
             }));
         }
+        Device::Cuda(device) => cuda::attention(device, qkv, k, v, ragged, heads, scale, y, workspace)?,
     }
     Ok(())
 }

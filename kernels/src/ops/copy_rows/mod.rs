@@ -22,6 +22,7 @@ pub fn copy(x: &Tensor, y: &mut Tensor) -> Result<()> {
     y.expect_dtype(OP, "y", x.dtype())?;
     match x.device() {
         Device::Cpu => cpu::copy(x, y),
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
 }
 
@@ -44,6 +45,7 @@ pub fn copy_rows(x: &mut Tensor, pairs: &[(u32, u32)]) -> Result<()> {
     }
     match x.device() {
         Device::Cpu => cpu::copy_rows(x, pairs),
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
 }
 

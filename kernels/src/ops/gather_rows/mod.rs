@@ -4,7 +4,7 @@ mod cpu;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{KernelError, Result};
 use crate::tensor::Tensor;
 use crate::with_float;
 
@@ -29,6 +29,7 @@ pub fn gather_rows(x: &Tensor, rows: &Tensor, y: &mut Tensor) -> Result<()> {
     y.expect_dtype(OP, "y", x.dtype())?;
     match x.device() {
         Device::Cpu => with_float!(OP, "x", x.dtype(), T => cpu::gather_rows::<T>(x, rows, y)),
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
 }
 

@@ -69,6 +69,7 @@ pub fn logprobs(logits: &Tensor, ids: &Tensor, out: &mut LogprobsOut<'_>) -> Res
             }
             cpu::logprobs(logits.as_slice(), vocab, ids, top, out);
         }
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
     Ok(())
 }

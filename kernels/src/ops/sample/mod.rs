@@ -8,7 +8,7 @@ mod philox;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{KernelError, Result};
 use crate::tensor::Tensor;
 use crate::workspace::Workspace;
 
@@ -82,6 +82,7 @@ pub fn sample(logits: &Tensor, rows: &SampleRows<'_>, ids: &mut Tensor, workspac
                 *id = cpu::sample(&values[i * vocab..][..vocab], rows.row(i));
             }
         }
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
     Ok(())
 }

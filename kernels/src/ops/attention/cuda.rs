@@ -1,0 +1,190 @@
+//! Launches `decode.cu`.
+
+use super::{Heads, OP, Ragged};
+use crate::device::cuda::{COUNTERS, CudaDevice, Launch};
+use crate::dtype::DType;
+use crate::error::{KernelError, Result};
+use crate::tensor::Tensor;
+use crate::workspace::Workspace;
+
+/// Query rows (tokens times heads of a KV head) of the two kernels.
+const ROWS: [usize; 2] = [16, 32];
+const WARPS: usize = 4;
+const KEYS: usize = 16;
+const STAGES: usize = 4;
+
+/// What a launch takes from the workspace: two parts a block, of outputs, maxima and sums in f32.
+pub(super) fn workspace_bytes(device: &CudaDevice, heads: Heads) -> usize {
+    2 * device.num_multiprocessors() as usize * ROWS[1] * (heads.head_dim + 2) * 4 + 128
+}
+
+pub(super) fn attention(
+    device: &CudaDevice,
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    qkv.expect_dtype(OP, "qkv", DType::BF16)?;
+    k.expect_dtype(OP, "k", DType::BF16)?;
+    let rows = ragged.max_tokens_per_seq * heads.group();
+    let tiles = match ROWS.iter().position(|&most| rows <= most) {
+        Some(at) => at + 1,
+        None => {
+            let want = "at most 32 query tokens times heads of a KV head";
+            return Err(KernelError::Value { op: OP, arg: "rows", got: rows as i64, want });
+        }
+    };
+    let kernel = match (heads.head_dim, tiles) {
+        (64, 1) => "decode_64_1",
+        (64, _) => "decode_64_2",
+        (96, 1) => "decode_96_1",
+        (96, _) => "decode_96_2",
+        (128, 1) => "decode_128_1",
+        (128, _) => "decode_128_2",
+        (got, _) => {
+            return Err(KernelError::Value { op: OP, arg: "head_dim", got: got as i64, want: "64, 96 or 128 on a GPU" });
+        }
+    };
+    let pairs = ragged.num_seqs() * heads.num_kv_heads;
+    if pairs > COUNTERS {
+        return Err(KernelError::Value { op: OP, arg: "seqs * kv_heads", got: pairs as i64, want: "at most 262144" });
+    }
+    let blocks = device.num_multiprocessors() as usize;
+    let mut parts = workspace.take([2 * blocks, 16 * tiles, heads.head_dim], DType::F32)?;
+    let mut maxima_sums = workspace.take([2 * blocks, 16 * tiles, 2], DType::F32)?;
+    let (_, max_blocks) = ragged.block_tables.rows_cols();
+    let numbers = [ragged.num_seqs(), heads.num_heads, heads.num_kv_heads, k.dims()[2], max_blocks];
+    let [seqs, num_heads, num_kv_heads, block_size, max_blocks] = numbers.map(|number| (number as u32).into());
+    let args = [
+        qkv.into(),
+        k.into(),
+        v.into(),
+        ragged.cu_tokens.into(),
+        ragged.kv_lens.into(),
+        ragged.block_tables.into(),
+        y.into(),
+        (&mut parts).into(),
+        (&mut maxima_sums).into(),
+        device.counters().into(),
+        seqs,
+        num_heads,
+        num_kv_heads,
+        block_size,
+        max_blocks,
+        (scale * std::f32::consts::LOG2_E).into(),
+    ];
+    let row_bytes = if heads.head_dim <= 64 { 128 } else { 256 };
+    let shared = WARPS * STAGES * 2 * KEYS * row_bytes;
+    // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
+    unsafe { Launch::new(blocks, 32 * WARPS as u32).shared_bytes(shared).run(device, "decode", kernel, &args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Heads, Ragged, attention};
+    use crate::device::Device;
+    use crate::dtype::DType;
+    use crate::ops::rope::{RopeParams, RopeScaling, RopeTable};
+    use crate::ops::rope_kv_write::rope_kv_write;
+    use crate::tensor::Tensor;
+    use crate::testing::{assert_close, gpu, random, rng, tensor};
+    use crate::workspace::Workspace;
+    use half::bf16;
+    use rand::RngExt;
+    use rand::seq::SliceRandom;
+
+    /// Rounded probabilities and outputs: two roundings to 8 bits.
+    const BOUND: f64 = 1e-2;
+
+    /// Caches filled with `past` tokens of each sequence, then one step of `new` more; twice on the GPU.
+    fn check(heads: Heads, block_size: usize, lens: &[(usize, usize)]) {
+        let (gpu, mut rng) = (gpu(), rng(5));
+        let seqs = lens.len();
+        let longest = lens.iter().map(|(past, new)| past + new).max().unwrap();
+        let max_blocks = longest.div_ceil(block_size) + 1;
+        let mut blocks: Vec<i32> = (0..(seqs * max_blocks) as i32).collect();
+        blocks.shuffle(&mut rng);
+        let past: Vec<(usize, usize)> = lens.iter().map(|&(past, _)| (0, past)).collect();
+        let steps: Vec<Vec<(usize, usize)>> = vec![past, lens.to_vec()];
+        let inputs: Vec<Vec<bf16>> = steps
+            .iter()
+            .map(|step| random(&mut rng, step.iter().map(|s| s.1).sum::<usize>() * heads.qkv_cols(), 2.0))
+            .collect();
+        let seed: u64 = rng.random();
+        let run = |device: &Device| -> (Vec<bf16>, Vec<bf16>) {
+            let workspace = Workspace::new(device, 64 << 20).unwrap();
+            let params = RopeParams {
+                head_dim: heads.head_dim,
+                rotary_dim: heads.head_dim,
+                theta: 10_000.0,
+                max_positions: longest,
+                scaling: RopeScaling::None,
+            };
+            let table = RopeTable::new(device, &params).unwrap();
+            // What was never written must not matter: it is NaN.
+            let shape = [seqs * max_blocks, heads.num_kv_heads, block_size, heads.head_dim];
+            let poison = vec![bf16::NAN; shape.iter().product()];
+            let (mut k, mut v) = (tensor(device, &poison, shape), tensor(device, &poison, shape));
+            let block_tables = Tensor::from_slice(device, "blocks", &blocks, [seqs, max_blocks]).unwrap();
+            let mut out = (Vec::new(), Vec::new());
+            for (step, input) in steps.iter().zip(&inputs) {
+                let tokens: usize = step.iter().map(|s| s.1).sum();
+                let mut cu = vec![0];
+                cu.extend(step.iter().scan(0, |sum, s| {
+                    *sum += s.1 as i32;
+                    Some(*sum)
+                }));
+                let kv_lens: Vec<i32> = step.iter().map(|(past, new)| (past + new) as i32).collect();
+                let positions: Vec<i32> = step.iter().flat_map(|&(past, new)| past as i32..(past + new) as i32).collect();
+                let cu_tokens = Tensor::from_slice(device, "cu", &cu, [seqs + 1]).unwrap();
+                let kv_lens = Tensor::from_slice(device, "lens", &kv_lens, [seqs]).unwrap();
+                let positions = Tensor::from_slice(device, "positions", &positions, [tokens]).unwrap();
+                let max_tokens_per_seq = step.iter().map(|s| s.1).max().unwrap();
+                let ragged = Ragged {
+                    cu_tokens: &cu_tokens,
+                    kv_lens: &kv_lens,
+                    block_tables: &block_tables,
+                    max_tokens_per_seq,
+                    max_kv_len: longest,
+                };
+                let mut qkv = tensor(device, input, [tokens, heads.qkv_cols()]);
+                rope_kv_write(&mut qkv, &mut k, &mut v, &positions, &table, &ragged, heads).unwrap();
+                if step == steps.last().unwrap() {
+                    let mut y = Tensor::zeros(device, "y", [tokens, heads.num_heads * heads.head_dim], DType::BF16).unwrap();
+                    let scale = 1.0 / (heads.head_dim as f32).sqrt();
+                    attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
+                    out.0 = y.to_vec().unwrap();
+                    attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
+                    out.1 = y.to_vec().unwrap();
+                }
+            }
+            out
+        };
+        let (once, again) = run(&gpu);
+        assert!(once == again, "{heads:?} {lens:?}: two runs differ (seed {seed})");
+        let (want, _) = run(&Device::Cpu);
+        assert_close(&format!("{heads:?} block {block_size} {lens:?}"), &once, &want, BOUND);
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn decode_equals_the_reference() {
+        let llama8b = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let smol = Heads { num_heads: 9, num_kv_heads: 3, head_dim: 64 };
+        let odd = Heads { num_heads: 4, num_kv_heads: 4, head_dim: 96 };
+        for block_size in [16, 64, 128] {
+            check(llama8b, block_size, &[(0, 1)]);
+            check(llama8b, block_size, &[(2047, 1)]);
+            check(llama8b, block_size, &[(63, 1), (64, 1), (0, 1), (500, 1), (1, 1)]);
+            check(smol, block_size, &[(15, 4), (16, 1), (300, 5), (63, 2)]);
+            check(odd, block_size, &[(100, 8), (7, 3)]);
+        }
+        check(llama8b, 64, &[(3000, 8), (10, 4), (64, 1)]);
+        check(llama8b, 64, &(0..140).map(|i| (i * 7 % 301, 1)).collect::<Vec<_>>());
+    }
+}
