@@ -25,14 +25,19 @@ fn main() {
     let fatbins = match find_nvcc(&root) {
         Some(nvcc) => compile_all(&nvcc, &root, &out, &sources, &archs),
         None if env::var("DRAFTHORSE_REQUIRE_NVCC").is_ok_and(|value| value == "1") => {
-            panic!("DRAFTHORSE_REQUIRE_NVCC=1, but there is no nvcc: run kernels/toolchain.sh, or set NVCC or CUDA_HOME")
+            panic!(
+                "DRAFTHORSE_REQUIRE_NVCC=1, but there is no nvcc: run kernels/toolchain.sh, or set NVCC or CUDA_HOME"
+            )
         }
         None => Vec::new(),
     };
 
-    let mut table = String::from("/// Name of the source, and its compiled kernels.\npub(crate) static FATBINS: &[(&str, &[u8])] = &[\n");
+    let mut table = String::from(
+        "/// Name of the source, and its compiled kernels.\npub(crate) static FATBINS: &[(&str, &[u8])] = &[\n",
+    );
     for (name, path) in fatbins {
-        writeln!(table, "    ({name:?}, include_bytes!({:?})),", path.display().to_string()).expect("strings do not fail");
+        writeln!(table, "    ({name:?}, include_bytes!({:?})),", path.display().to_string())
+            .expect("strings do not fail");
     }
     table.push_str("];\n");
     fs::write(out.join("fatbins.rs"), table).expect("OUT_DIR is writable");
@@ -56,7 +61,8 @@ fn sources(ops: &Path) -> Vec<(String, PathBuf)> {
 fn find_nvcc(root: &Path) -> Option<PathBuf> {
     let cache = env::var("DRAFTHORSE_TOOLCHAIN_DIR").map_or_else(|_| root.join(".cache"), PathBuf::from);
     let installed = fs::read_dir(cache).ok().into_iter().flatten().flatten().map(|entry| entry.path());
-    let installed = installed.filter(|path| path.join(".complete").exists()).map(|path| path.join("nvidia/cu13/bin/nvcc"));
+    let installed =
+        installed.filter(|path| path.join(".complete").exists()).map(|path| path.join("nvidia/cu13/bin/nvcc"));
     let on_path = env::var_os("PATH").into_iter().flat_map(|path| env::split_paths(&path).collect::<Vec<_>>());
     env::var("NVCC")
         .map(PathBuf::from)
@@ -76,7 +82,8 @@ fn compile_all(
 ) -> Vec<(String, PathBuf)> {
     let headers = root.join("src/cuda");
     let mut common = DefaultHasher::new();
-    let mut names: Vec<PathBuf> = fs::read_dir(&headers).expect("src/cuda exists").flatten().map(|e| e.path()).collect();
+    let mut names: Vec<PathBuf> =
+        fs::read_dir(&headers).expect("src/cuda exists").flatten().map(|e| e.path()).collect();
     names.sort();
     for header in names {
         fs::read(header).expect("it was listed").hash(&mut common);

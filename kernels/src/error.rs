@@ -40,7 +40,9 @@ pub enum KernelError {
     #[error("there is no GPU number {ordinal}, {found} are visible (CUDA_VISIBLE_DEVICES)")]
     NoDevice { ordinal: usize, found: usize },
 
-    #[error("{op}: kernel {kernel} does not load on this GPU ({reason}): build with DRAFTHORSE_CUDA_ARCHS naming its architecture")]
+    #[error(
+        "{op}: kernel {kernel} does not load on this GPU ({reason}): build with DRAFTHORSE_CUDA_ARCHS naming its architecture"
+    )]
     NoKernel { op: &'static str, kernel: &'static str, reason: String },
 
     #[error("{what} failed")]

@@ -86,7 +86,8 @@ fn decode(device: &Device, random: &mut Random, shape: &Shape) -> Result<()> {
         .collect::<Result<Vec<_>>>();
     let mut layers = layers?;
     let head = random.tensor([shape.vocab, hidden])?;
-    let weight_bytes: usize = layers.iter().map(|l| [&l.qkv, &l.o, &l.gate_up, &l.down].map(|t| t.size_bytes()).iter().sum::<usize>()).sum();
+    let weight_bytes: usize =
+        layers.iter().map(|l| [&l.qkv, &l.o, &l.gate_up, &l.down].map(|t| t.size_bytes()).iter().sum::<usize>()).sum();
     let weight_bytes = weight_bytes + head.size_bytes();
     let params = RopeParams {
         head_dim: heads.head_dim,

@@ -115,7 +115,13 @@ fn attentions(device: &Device, random: &mut Random) -> Result<()> {
                 };
                 attention(&qkv, &k, &v, &ragged, heads, 0.088, &mut y, &workspace)
             })?;
-            line("attention", &format!("b={seqs} ctx={context} q={q}"), us, cache_bytes as f64, &format!("{baseline} us fa3"));
+            line(
+                "attention",
+                &format!("b={seqs} ctx={context} q={q}"),
+                us,
+                cache_bytes as f64,
+                &format!("{baseline} us fa3"),
+            );
         }
     }
     Ok(())

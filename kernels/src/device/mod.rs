@@ -8,8 +8,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cpu::HostBuffer;
-pub use cuda::CudaDevice;
 use cuda::CudaBuffer;
+pub use cuda::CudaDevice;
 
 use crate::error::Result;
 

@@ -63,7 +63,14 @@ impl Blas {
     ///
     /// # Safety
     /// The addresses must hold what the product reads and writes until the stream has passed it.
-    pub(super) unsafe fn matmul(&self, device: &CudaDevice, product: Product, x: u64, weight: u64, y: u64) -> Result<()> {
+    pub(super) unsafe fn matmul(
+        &self,
+        device: &CudaDevice,
+        product: Product,
+        x: u64,
+        weight: u64,
+        y: u64,
+    ) -> Result<()> {
         let plan = self.plan(product)?;
         let (one, zero) = (1.0f32, 0.0f32);
         // SAFETY: the plan's layouts describe the addresses, which the caller vouches for.
@@ -107,7 +114,8 @@ impl Blas {
         let (bf16, f32) = (sys::cudaDataType::CUDA_R_16BF, sys::cudaDataType::CUDA_R_32F);
         let y_type = if y == DType::F32 { f32 } else { bf16 };
         let layout = |kind, rows: usize, columns: usize| {
-            result::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64).map_err(failed("cublasLtMatrixLayoutCreate"))
+            result::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
+                .map_err(failed("cublasLtMatrixLayoutCreate"))
         };
         let product = result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, f32)
             .map_err(failed("cublasLtMatmulDescCreate"))?;
@@ -122,8 +130,13 @@ impl Blas {
             result::set_matmul_desc_attribute(product, CUBLASLT_MATMUL_DESC_TRANSA, at, size_of::<i32>())
                 .map_err(failed("cublasLtMatmulDescSetAttribute"))?;
             let at = (&raw const workspace_bytes).cast();
-            result::set_matmul_pref_attribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, at, size_of::<usize>())
-                .map_err(failed("cublasLtMatmulPreferenceSetAttribute"))?;
+            result::set_matmul_pref_attribute(
+                preference,
+                CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                at,
+                size_of::<usize>(),
+            )
+            .map_err(failed("cublasLtMatmulPreferenceSetAttribute"))?;
             let found = result::get_matmul_algo_heuristic(self.handle, product, weight, x, y, y, preference);
             let _ = result::destroy_matmul_pref(preference);
             found.map_err(failed("cublasLtMatmulAlgoGetHeuristic"))?
@@ -131,7 +144,6 @@ impl Blas {
         Ok(Plan { product, weight, x, y, algorithm: found.algo })
     }
 }
-
 
 fn failed(what: &'static str) -> impl Fn(result::CublasError) -> KernelError {
     move |source| KernelError::Blas { what, source }

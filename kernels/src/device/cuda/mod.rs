@@ -81,7 +81,8 @@ impl CudaDevice {
         // SAFETY: writes one integer.
         unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(driver("cuDriverGetVersion"))?;
         if version < OLDEST_DRIVER {
-            let reason = format!("the driver speaks CUDA {}.{}, at least 13.0 is needed", version / 1000, version % 1000 / 10);
+            let reason =
+                format!("the driver speaks CUDA {}.{}, at least 13.0 is needed", version / 1000, version % 1000 / 10);
             return Err(KernelError::NoDriver { reason });
         }
         let found = result::device::get_count().map_err(driver("cuDeviceGetCount"))?;
@@ -92,12 +93,14 @@ impl CudaDevice {
         let name = result::device::get_name(device).map_err(driver("cuDeviceGetName"))?;
         // SAFETY: `device` is a device; the context is current before the stream is made, and released in `drop`.
         unsafe {
-            let attribute = |attribute| result::device::get_attribute(device, attribute).map_err(driver("cuDeviceGetAttribute"));
+            let attribute =
+                |attribute| result::device::get_attribute(device, attribute).map_err(driver("cuDeviceGetAttribute"));
             let num_multiprocessors =
                 attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
             let context = result::primary_ctx::retain(device).map_err(driver("cuDevicePrimaryCtxRetain"))?;
             result::ctx::set_current(context).map_err(driver("cuCtxSetCurrent"))?;
-            let stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(driver("cuStreamCreate"))?;
+            let stream =
+                result::stream::create(result::stream::StreamKind::NonBlocking).map_err(driver("cuStreamCreate"))?;
             let counters = result::malloc_sync(COUNTERS * 4).map_err(driver("cuMemAlloc"))?;
             result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(driver("cuMemsetD8"))?;
             let (kernels, blas) = (Mutex::default(), OnceLock::new());
@@ -177,7 +180,8 @@ impl CudaDevice {
             return Ok(function);
         }
         self.bind()?;
-        let failed = |err: result::DriverError| KernelError::NoKernel { op: source, kernel: name, reason: err.to_string() };
+        let failed =
+            |err: result::DriverError| KernelError::NoKernel { op: source, kernel: name, reason: err.to_string() };
         let module = match kernels.modules.get(source) {
             Some(&module) => module,
             None => {

@@ -47,7 +47,12 @@ pub(super) fn attention(
         (128, 1) => "decode_128_1",
         (128, _) => "decode_128_2",
         (got, _) => {
-            return Err(KernelError::Value { op: OP, arg: "head_dim", got: got as i64, want: "64, 96 or 128 on a GPU" });
+            return Err(KernelError::Value {
+                op: OP,
+                arg: "head_dim",
+                got: got as i64,
+                want: "64, 96 or 128 on a GPU",
+            });
         }
     };
     let pairs = ragged.num_seqs() * heads.num_kv_heads;
@@ -140,7 +145,8 @@ mod tests {
                     Some(*sum)
                 }));
                 let kv_lens: Vec<i32> = step.iter().map(|(past, new)| (past + new) as i32).collect();
-                let positions: Vec<i32> = step.iter().flat_map(|&(past, new)| past as i32..(past + new) as i32).collect();
+                let positions: Vec<i32> =
+                    step.iter().flat_map(|&(past, new)| past as i32..(past + new) as i32).collect();
                 let cu_tokens = Tensor::from_slice(device, "cu", &cu, [seqs + 1]).unwrap();
                 let kv_lens = Tensor::from_slice(device, "lens", &kv_lens, [seqs]).unwrap();
                 let positions = Tensor::from_slice(device, "positions", &positions, [tokens]).unwrap();
@@ -155,7 +161,8 @@ mod tests {
                 let mut qkv = tensor(device, input, [tokens, heads.qkv_cols()]);
                 rope_kv_write(&mut qkv, &mut k, &mut v, &positions, &table, &ragged, heads).unwrap();
                 if step == steps.last().unwrap() {
-                    let mut y = Tensor::zeros(device, "y", [tokens, heads.num_heads * heads.head_dim], DType::BF16).unwrap();
+                    let mut y =
+                        Tensor::zeros(device, "y", [tokens, heads.num_heads * heads.head_dim], DType::BF16).unwrap();
                     let scale = 1.0 / (heads.head_dim as f32).sqrt();
                     attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
                     out.0 = y.to_vec().unwrap();

@@ -23,6 +23,8 @@ constexpr int kWarps = 4;
 constexpr int kKeys = 16;                 // of a warp's turn
 constexpr int kStretch = kWarps * kKeys;  // of a block's turn
 constexpr int kStages = 4;
+// A pair this short stays whole: its loads are all on their way at once, and putting parts together would cost more.
+constexpr uint32_t kShortestRun = 4;
 constexpr float kMinusInfinity = -INFINITY;
 
 struct Shape {
@@ -64,7 +66,7 @@ __device__ __forceinline__ Run find_run(const int* kv_lens, const Shape& shape) 
     }
     Run run;
     run.total = total * shape.kv_heads;
-    run.each = max((run.total + gridDim.x - 1) / gridDim.x, 1u);
+    run.each = max((run.total + gridDim.x - 1) / gridDim.x, kShortestRun);
     run.begin = min(blockIdx.x * run.each, run.total);
     run.end = min(run.begin + run.each, run.total);
     uint32_t before = 0;

@@ -10,11 +10,11 @@ const OP: &str = "matmul_bf16";
 /// Elements of `in` a warp takes a turn.
 const STEP: usize = 64;
 const WARPS: usize = 8;
-const DEPTH: usize = 6;
+const DEPTH: usize = 4;
 const TURN_BYTES: usize = 16 * STEP * 2;
 
 /// Most rows that stream the weights faster by our own kernel than by the library.
-const FEW_ROWS: usize = 32;
+const FEW_ROWS: usize = 8;
 
 /// `y = x weightᵀ`; x `[rows, in]` bf16, weight `[out, in]` bf16, y `[rows, out]` bf16 or f32.
 pub fn matmul(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<()> {
@@ -31,17 +31,12 @@ pub fn matmul(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) 
         // SAFETY: the shapes were checked.
         return unsafe { device.blas_matmul(product, x.device_address(), weight.device_address(), y.device_address()) };
     }
-    let kernel = match (y.dtype(), rows.div_ceil(8)) {
-        (DType::BF16, 1) => "few_rows_8_bf16",
-        (DType::BF16, 2) => "few_rows_16_bf16",
-        (DType::BF16, _) => "few_rows_32_bf16",
-        (DType::F32, 1) => "few_rows_8_f32",
-        (DType::F32, 2) => "few_rows_16_f32",
-        (DType::F32, _) => "few_rows_32_f32",
-        (dtype, _) => return Err(KernelError::DType { op: OP, arg: "y", dtype }),
+    let kernel = match y.dtype() {
+        DType::BF16 => "few_rows_8_bf16",
+        DType::F32 => "few_rows_8_f32",
+        dtype => return Err(KernelError::DType { op: OP, arg: "y", dtype }),
     };
-    let args =
-        [x.into(), weight.into(), y.into(), (rows as u32).into(), (out as u32).into(), (inner as u32).into()];
+    let args = [x.into(), weight.into(), y.into(), (rows as u32).into(), (out as u32).into(), (inner as u32).into()];
     let launch = Launch::new(out.div_ceil(16), 32 * WARPS as u32).shared_bytes(WARPS * DEPTH * TURN_BYTES);
     // SAFETY: the shapes were checked.
     unsafe { launch.run(device, "few_rows", kernel, &args) }

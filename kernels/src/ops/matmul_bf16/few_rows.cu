@@ -16,7 +16,7 @@
 #include "ptx.cuh"
 
 constexpr int kWarps = 8;
-constexpr int kDepth = 6;
+constexpr int kDepth = 4;
 constexpr int kStep = 64;                 // elements of `in` a warp takes a turn: 128 bytes of each of 16 rows
 constexpr int kTurnBytes = 16 * kStep * 2;  // 2 KiB: four 16-byte pieces a lane
 
@@ -108,8 +108,4 @@ __device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16*
     }
 
 FEW_ROWS(few_rows_8_bf16, 1, bf16)
-FEW_ROWS(few_rows_16_bf16, 2, bf16)
-FEW_ROWS(few_rows_32_bf16, 4, bf16)
 FEW_ROWS(few_rows_8_f32, 1, float)
-FEW_ROWS(few_rows_16_f32, 2, float)
-FEW_ROWS(few_rows_32_f32, 4, float)
