@@ -4,6 +4,7 @@ use super::{Heads, OP, Ragged};
 use crate::device::cuda::{COUNTERS, CudaDevice, Launch};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
+use crate::ops::rope::RopeTable;
 use crate::tensor::Tensor;
 use crate::workspace::Workspace;
 
@@ -18,11 +19,18 @@ pub(super) fn workspace_bytes(device: &CudaDevice, heads: Heads) -> usize {
     2 * device.num_multiprocessors() as usize * ROWS[1] * (heads.head_dim + 2) * 4 + 128
 }
 
-pub(super) fn attention(
+/// Whether one launch takes a step of so many query tokens a sequence.
+pub(super) fn is_decode(max_tokens_per_seq: usize, heads: Heads) -> bool {
+    max_tokens_per_seq * heads.group() <= ROWS[1]
+}
+
+/// With `rope`, queries and keys are turned and the cache is written on the way; without, both was done.
+pub(super) fn decode(
     device: &CudaDevice,
     qkv: &Tensor,
     k: &Tensor,
     v: &Tensor,
+    rope: Option<&RopeTable>,
     ragged: &Ragged<'_>,
     heads: Heads,
     scale: f32,
@@ -31,6 +39,9 @@ pub(super) fn attention(
 ) -> Result<()> {
     qkv.expect_dtype(OP, "qkv", DType::BF16)?;
     k.expect_dtype(OP, "k", DType::BF16)?;
+    if let Some(table) = rope {
+        table.expect_whole_heads(OP, heads)?;
+    }
     let rows = ragged.max_tokens_per_seq * heads.group();
     let tiles = match ROWS.iter().position(|&most| rows <= most) {
         Some(at) => at + 1,
@@ -69,6 +80,7 @@ pub(super) fn attention(
         qkv.into(),
         k.into(),
         v.into(),
+        rope.map_or(0, |table| table.cos_sin().device_address()).into(),
         ragged.cu_tokens.into(),
         ragged.kv_lens.into(),
         ragged.block_tables.into(),
@@ -91,7 +103,7 @@ pub(super) fn attention(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Heads, Ragged, attention};
+    use super::super::{Heads, Ragged, attention, rope_attention};
     use crate::device::Device;
     use crate::dtype::DType;
     use crate::ops::rope::{RopeParams, RopeScaling, RopeTable};
@@ -166,6 +178,13 @@ mod tests {
                     let scale = 1.0 / (heads.head_dim as f32).sqrt();
                     attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
                     out.0 = y.to_vec().unwrap();
+                    let mut again = tensor(device, input, [tokens, heads.qkv_cols()]);
+                    let mut fused = tensor(device, &vec![bf16::NAN; out.0.len()], y.shape());
+                    rope_attention(
+                        &mut again, &mut k, &mut v, &positions, &table, &ragged, heads, scale, &mut fused, &workspace,
+                    )
+                    .unwrap();
+                    assert_close("in one launch", &fused.to_vec::<bf16>().unwrap(), &out.0, BOUND);
                     attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
                     out.1 = y.to_vec().unwrap();
                 }

@@ -1,7 +1,9 @@
-// decode: causal attention of a few query tokens per sequence over a paged KV cache, the cache read once.
+// decode: causal attention of a few query tokens per sequence over a paged KV cache, the cache read once. Given cos_sin, the step's
+// queries and keys are turned on the way, and its keys and values put into the cache: what rope_kv_write does, without its launch.
 //
-// Reads    qkv          [tokens, (heads + 2 kv_heads) * kDim] bf16: q first; 4-byte aligned
-//          k, v         [blocks, kv_heads, block_size, kDim]  bf16, 16-byte aligned
+// Reads    qkv          [tokens, (heads + 2 kv_heads) * kDim] bf16: q first; 16-byte aligned
+//          cos_sin      [max_positions, kDim] f32, cosines first; null if queries are turned and the cache is written already
+// Updates  k, v         [blocks, kv_heads, block_size, kDim]  bf16, 16-byte aligned; only read without cos_sin
 //          cu_tokens    [seqs + 1] i32, kv_lens [seqs] i32 (this step's tokens included), block_tables [seqs, max_blocks] i32
 // Writes   y            [tokens, heads * kDim] bf16
 // Updates  counters     [seqs * kv_heads] u32, zero before and after
@@ -109,8 +111,8 @@ struct Tile {
 };
 
 template <int kDim, int kTiles>
-__device__ __forceinline__ void decode(const bf16* __restrict__ qkv, const bf16* __restrict__ k, const bf16* __restrict__ v,
-                                       const int* __restrict__ cu_tokens, const int* __restrict__ kv_lens,
+__device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __restrict__ k, bf16* __restrict__ v,
+                                       const float* __restrict__ cos_sin, const int* __restrict__ cu_tokens, const int* __restrict__ kv_lens,
                                        const int* __restrict__ block_tables, bf16* __restrict__ y, float* __restrict__ parts,
                                        float* __restrict__ maxima_sums, uint32_t* __restrict__ counters, Shape shape) {
     using T = Tile<kDim>;
@@ -131,8 +133,10 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, const bf16*
     const uint32_t stages = shared_address(shared) + warp * kStages * T::kStageBytes;
     const auto ask = [&](const Cursor& at, uint32_t stage, bool valid) {
         if (valid) {
-            const uint32_t key = at.at * kStretch + warp * kKeys, len = kv_lens[at.seq];
-            if (key < len) {
+            const uint32_t key = at.at * kStretch + warp * kKeys;
+            // This step's own keys are not in the cache yet; they are put in place below.
+            const uint32_t len = kv_lens[at.seq] - (cos_sin ? cu_tokens[at.seq + 1] - cu_tokens[at.seq] : 0);
+            if (key < kv_lens[at.seq]) {
                 const uint32_t block = block_tables[size_t(at.seq) * shape.max_blocks + key / shape.block_size];
                 const size_t row = (size_t(block) * shape.kv_heads + at.head) * shape.block_size + key % shape.block_size;
                 const uint32_t to = stages + stage * T::kStageBytes;
@@ -180,6 +184,22 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, const bf16*
 #pragma unroll
                     for (int j = 0; j < 4; ++j)
                         q[t][d][j] = *reinterpret_cast<const uint32_t*>(row[j % 2] + d * 16 + c * 2 + j / 2 * 8);
+                if (cos_sin)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const uint32_t r = t * 16 + j % 2 * 8 + g < rows ? t * 16 + j % 2 * 8 + g : 0;
+                        const float* cosines = cos_sin + size_t(len - tokens + r / group) * kDim + c * 2 + j / 2 * 8;
+#pragma unroll
+                        for (int d = 0; d < kDim / 32; ++d) {
+                            const float2 cosine = *reinterpret_cast<const float2*>(cosines + d * 16);
+                            const float2 sine = *reinterpret_cast<const float2*>(cosines + d * 16 + kDim / 2);
+                            // A head turns dimension i with i + kDim / 2, which the same lane holds.
+                            uint32_t &x = q[t][d][j], &z = q[t][d + kDim / 32][j];
+                            const float2 a = {low_to_float(x), high_to_float(x)}, b = {low_to_float(z), high_to_float(z)};
+                            x = to_pair(a.x * cosine.x - b.x * sine.x, a.y * cosine.y - b.y * sine.y);
+                            z = to_pair(b.x * cosine.x + a.x * sine.x, b.y * cosine.y + a.y * sine.y);
+                        }
+                    }
 #pragma unroll
                 for (int d = 0; d < kDim / 8; ++d)
 #pragma unroll
@@ -197,6 +217,38 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, const bf16*
         __syncwarp();
 
         const uint32_t key = now.at * kStretch + warp * kKeys;
+        if (cos_sin && key < len && key + kKeys > len - tokens) {
+            uint8_t* tile = shared + warp * kStages * T::kStageBytes + stage * T::kStageBytes;
+            for (uint32_t p = max(key, len - tokens); p < min(key + kKeys, len); ++p) {
+                const bf16* from = qkv + size_t(first_token + p - (len - tokens)) * shape.qkv_row + (shape.heads + now.head) * kDim;
+                const uint32_t block = block_tables[size_t(now.seq) * shape.max_blocks + p / shape.block_size];
+                const size_t to = ((size_t(block) * shape.kv_heads + now.head) * shape.block_size + p % shape.block_size) * kDim;
+                if (lane < kDim / 16) {
+                    const float* cosines = cos_sin + size_t(p) * kDim + lane * 8;
+                    const float8 x = to_float(*reinterpret_cast<const bf16x8*>(from + lane * 8));
+                    const float8 z = to_float(*reinterpret_cast<const bf16x8*>(from + kDim / 2 + lane * 8));
+                    float8 first, second;
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) {
+                        const float cosine = cosines[j], sine = cosines[kDim / 2 + j];
+                        first.at[j] = x.at[j] * cosine - z.at[j] * sine;
+                        second.at[j] = z.at[j] * cosine + x.at[j] * sine;
+                    }
+                    const bf16x8 halves[2] = {to_bf16(first), to_bf16(second)};
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        *reinterpret_cast<bf16x8*>(k + to + half * kDim / 2 + lane * 8) = halves[half];
+                        *reinterpret_cast<bf16x8*>(tile + T::offset(p - key, half * kDim / 16 + lane)) = halves[half];
+                    }
+                } else if (lane >= 16 && lane < 16 + kDim / 8) {
+                    const uint32_t piece = lane - 16;
+                    const bf16x8 value = *reinterpret_cast<const bf16x8*>(from + shape.kv_heads * kDim + piece * 8);
+                    *reinterpret_cast<bf16x8*>(v + to + piece * 8) = value;
+                    *reinterpret_cast<bf16x8*>(tile + T::kBytes + T::offset(p - key, piece)) = value;
+                }
+            }
+            __syncwarp();
+        }
         if (key < len) {
             const uint32_t k_at = stages + stage * T::kStageBytes, v_at = k_at + T::kBytes;
             float s[kTiles][2][4] = {};
@@ -365,11 +417,11 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, const bf16*
 
 #define DECODE(dim, tiles)                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)                                                                         \
-    decode_##dim##_##tiles(const bf16* qkv, const bf16* k, const bf16* v, const int* cu_tokens, const int* kv_lens,                      \
+    decode_##dim##_##tiles(bf16* qkv, bf16* k, bf16* v, const float* cos_sin, const int* cu_tokens, const int* kv_lens,                      \
                            const int* block_tables, bf16* y, float* parts, float* maxima_sums, uint32_t* counters, uint32_t seqs,         \
                            uint32_t heads, uint32_t kv_heads, uint32_t block_size, uint32_t max_blocks, float scale) {                    \
         const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, scale};                         \
-        decode<dim, tiles>(qkv, k, v, cu_tokens, kv_lens, block_tables, y, parts, maxima_sums, counters, shape);                          \
+        decode<dim, tiles>(qkv, k, v, cos_sin, cu_tokens, kv_lens, block_tables, y, parts, maxima_sums, counters, shape);                          \
     }
 
 DECODE(64, 1)

@@ -14,6 +14,8 @@ pub(crate) use ragged::{Seq, check_cache};
 
 use crate::device::Device;
 use crate::error::{KernelError, Result};
+use crate::ops::rope::RopeTable;
+use crate::ops::rope_kv_write::rope_kv_write;
 use crate::tensor::Tensor;
 use crate::with_float;
 use crate::workspace::Workspace;
@@ -81,7 +83,41 @@ pub fn attention(
                 cpu::attention::<T, C>(qkv, k, v, ragged, heads, scale, y);
             }));
         }
-        Device::Cuda(device) => cuda::attention(device, qkv, k, v, ragged, heads, scale, y, workspace)?,
+        Device::Cuda(device) => cuda::decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace)?,
     }
     Ok(())
+}
+
+/// [`rope_kv_write`], then [`attention`]: what a decoder layer does between its two products.
+///
+/// On a GPU a step of few query tokens a sequence is one launch, which leaves `qkv` as it was; otherwise the two ops.
+///
+/// # Errors
+/// Those of the two.
+pub fn rope_attention(
+    qkv: &mut Tensor,
+    k: &mut Tensor,
+    v: &mut Tensor,
+    positions: &Tensor,
+    table: &RopeTable,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    if let Device::Cuda(device) = qkv.device().clone()
+        && cuda::is_decode(ragged.max_tokens_per_seq, heads)
+    {
+        heads.check(OP)?;
+        let (num_tokens, _) = qkv.rows_cols();
+        qkv.expect_shape(OP, "qkv", [num_tokens, heads.qkv_cols()])?;
+        y.expect_shape(OP, "y", [num_tokens, heads.num_heads * heads.head_dim])?;
+        y.expect_dtype(OP, "y", qkv.dtype())?;
+        check_cache(OP, k, v, heads)?;
+        ragged.check(OP)?;
+        return cuda::decode(&device, qkv, k, v, Some(table), ragged, heads, scale, y, workspace);
+    }
+    rope_kv_write(qkv, k, v, positions, table, ragged, heads)?;
+    attention(qkv, k, v, ragged, heads, scale, y, workspace)
 }

@@ -72,6 +72,16 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
+    /// The kernels of a GPU turn whole heads only.
+    pub(crate) fn expect_whole_heads(&self, op: &'static str, heads: Heads) -> Result<()> {
+        let (_, rotary_dim) = self.cos_sin.rows_cols();
+        if rotary_dim == heads.head_dim {
+            return Ok(());
+        }
+        let want = "the head's dimension: heads that turn in part have no kernel on a GPU";
+        Err(KernelError::Value { op, arg: "rotary_dim", got: rotary_dim as i64, want })
+    }
+
     /// `[max_positions, rotary_dim]` f32: for each pair its cosine, then for each its sine.
     pub(crate) fn cos_sin(&self) -> &Tensor {
         &self.cos_sin

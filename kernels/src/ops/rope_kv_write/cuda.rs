@@ -20,11 +20,8 @@ pub(super) fn rope_kv_write(
 ) -> Result<()> {
     qkv.expect_dtype(OP, "qkv", DType::BF16)?;
     k.expect_dtype(OP, "k", DType::BF16)?;
-    let (max_positions, rotary_dim) = table.cos_sin().rows_cols();
-    if rotary_dim != heads.head_dim {
-        let want = "the head's dimension: heads that turn in part have no kernel on a GPU";
-        return Err(KernelError::Value { op: OP, arg: "rotary_dim", got: rotary_dim as i64, want });
-    }
+    table.expect_whole_heads(OP, heads)?;
+    let (max_positions, _) = table.cos_sin().rows_cols();
     if !heads.head_dim.is_multiple_of(16) {
         return Err(KernelError::NotMultiple { op: OP, what: "head_dim", size: heads.head_dim, of: 16 });
     }
