@@ -10,6 +10,7 @@ pub mod error;
 pub mod math;
 pub mod ops;
 pub mod pool;
+mod simd;
 pub mod tensor;
 #[cfg(test)]
 mod testing;

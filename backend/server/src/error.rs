@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use axum::http::StatusCode;
+use drafthorse_engine::EngineError;
 use drafthorse_proto::PbtxtError;
 use tonic::{Code, Status};
 
@@ -31,6 +32,8 @@ pub enum ServerError {
     Overloaded { waiting: usize, max: usize },
     #[error("the request waited longer than its queue timeout of {micros} us")]
     QueueTimeout { micros: u64 },
+    #[error("the request's deadline has passed")]
+    DeadlineExceeded,
     #[error("the server is exiting")]
     Exiting,
     #[error("the engine has stopped: {reason}")]
@@ -50,6 +53,9 @@ pub enum ServerError {
     // A model, or the server, that cannot start.
     #[error("load failed for model '{name}': {reason}")]
     LoadFailed { name: String, reason: String },
+    /// What the worker or the engine says of a checkpoint or a setting.
+    #[error("{reason}")]
+    CannotStart { reason: String },
     #[error("setting {name} is {got}, must be {must}")]
     BadSetting { name: String, got: String, must: String },
     #[error("unknown setting {name}{hint}")]
@@ -101,8 +107,10 @@ impl ServerError {
             | ServerError::PromptTooLong { .. }
             | ServerError::TooLarge { .. }
             | ServerError::LoadFailed { .. }
+            | ServerError::CannotStart { .. }
             | ServerError::BadSetting { .. }
             | ServerError::UnknownSetting { .. }
+            | ServerError::BadFile { .. }
             | ServerError::Pbtxt { .. } => Code::InvalidArgument,
             ServerError::UnknownModel { .. } | ServerError::UnknownVersion { .. } => Code::NotFound,
             ServerError::NotReady { .. }
@@ -113,10 +121,10 @@ impl ServerError {
             | ServerError::NotExplicit => Code::Unavailable,
             ServerError::Unsupported { .. } => Code::Unimplemented,
             ServerError::Cancelled => Code::Cancelled,
+            ServerError::DeadlineExceeded => Code::DeadlineExceeded,
             ServerError::Failed { .. }
             | ServerError::Internal { .. }
             | ServerError::Read { .. }
-            | ServerError::BadFile { .. }
             | ServerError::Bind { .. }
             | ServerError::Serve { .. } => Code::Internal,
         }
@@ -134,6 +142,7 @@ impl ServerError {
             Code::Unimplemented => StatusCode::NOT_IMPLEMENTED,
             // What proxies log for a client that went away.
             Code::Cancelled => StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST),
+            Code::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -142,6 +151,38 @@ impl ServerError {
 impl From<ServerError> for Status {
     fn from(error: ServerError) -> Self {
         Status::new(error.code(), error.to_string())
+    }
+}
+
+impl From<EngineError> for ServerError {
+    /// What the engine refuses is the caller's business; what stops it is the operator's, and the caller is told so.
+    fn from(error: EngineError) -> Self {
+        match error {
+            EngineError::EmptyPrompt => ServerError::bad_input("prompt", "must not be empty"),
+            // The engine counts without the first token of the answer.
+            EngineError::PromptTooLong { tokens, max } => ServerError::PromptTooLong { tokens, max: max + 1 },
+            EngineError::NoOutput => ServerError::bad_input("max_tokens", "is 0, must be at least 1"),
+            EngineError::TooManyTokens { .. } | EngineError::CacheTooSmall { .. } => {
+                ServerError::bad_input("max_tokens", error.to_string())
+            }
+            EngineError::UnknownToken { .. } => ServerError::bad_input("prompt", error.to_string()),
+            EngineError::Overloaded { waiting, max } => ServerError::Overloaded { waiting, max },
+            EngineError::QueueTimeout { limit, .. } => ServerError::QueueTimeout { micros: limit.as_micros() as u64 },
+            EngineError::DeadlineExceeded => ServerError::DeadlineExceeded,
+            EngineError::Draining => ServerError::Exiting,
+            EngineError::Cancelled => ServerError::Cancelled,
+            EngineError::Row(_) | EngineError::BadRow { .. } => ServerError::Failed { reason: error.to_string() },
+            EngineError::DuplicateId { .. } => ServerError::internal(error),
+            EngineError::Stopped { reason } => ServerError::EngineStopped { reason },
+            EngineError::Config(_)
+            | EngineError::NoRanks
+            | EngineError::NoCache { .. }
+            | EngineError::Link(_)
+            | EngineError::RanksDiffer { .. }
+            | EngineError::BadResult { .. }
+            | EngineError::Stuck { .. }
+            | EngineError::Thread(_) => ServerError::EngineStopped { reason: error.to_string() },
+        }
     }
 }
 

@@ -167,8 +167,13 @@ fn plain_message(at: usize, message: &Value) -> Result<Value> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    pub(crate) fn template(source: &str) -> ChatTemplate {
+        let tokens = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": true});
+        ChatTemplate::new(vec![("any".into(), source.into())], special_tokens(&tokens)).unwrap()
+    }
 
     fn chat(messages: Value) -> Chat {
         let messages = messages.as_array().unwrap().clone();
@@ -177,9 +182,7 @@ mod tests {
 
     /// The prompt, or the error's text.
     fn render(template: &str, chat: &Chat) -> String {
-        let tokens = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": true});
-        let template = ChatTemplate::new(vec![("any".into(), template.into())], special_tokens(&tokens)).unwrap();
-        template.render(chat).unwrap_or_else(|error| error.to_string())
+        self::template(template).render(chat).unwrap_or_else(|error| error.to_string())
     }
 
     const CHATML: &str = "{% for message in messages %}

@@ -65,6 +65,11 @@ impl Detokenizer {
         }
     }
 
+    /// True if some of what was pushed waits for further tokens.
+    pub fn is_holding(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// Appends what was held: no token comes any more.
     pub fn finish(&mut self, text: &mut String) {
         match self.vocabulary.joining {

@@ -5,9 +5,14 @@
 //! begin at multiples of their length in the sequence, so a query's bits depend on its position and on what stands before it;
 //! not on the chunk it came in, on other sequences, on block size, on which blocks were given, or on threads.
 
+#[cfg(test)]
 mod cpu;
 mod cuda;
 mod ragged;
+#[cfg(test)]
+mod tests;
+mod tile;
+mod tiled;
 
 pub use ragged::{Heads, Ragged};
 pub(crate) use ragged::{Seq, check_cache};
@@ -16,6 +21,8 @@ use crate::device::Device;
 use crate::error::{KernelError, Result};
 use crate::ops::rope::RopeTable;
 use crate::ops::rope_kv_write::rope_kv_write;
+use crate::pool;
+use crate::simd::Level;
 use crate::tensor::Tensor;
 use crate::with_float;
 use crate::workspace::Workspace;
@@ -78,9 +85,9 @@ pub fn attention(
     match qkv.device() {
         Device::Cpu => {
             ragged.check_values(OP, num_tokens, num_blocks, block_size)?;
-            let _ = workspace;
             with_float!(OP, "qkv", qkv.dtype(), T => with_float!(OP, "k", k.dtype(), C => {
-                cpu::attention::<T, C>(qkv, k, v, ragged, heads, scale, y);
+                let (level, num_threads) = (Level::best(), pool::num_threads());
+                tiled::attention::<T, C>(qkv, k, v, ragged, heads, scale, y, workspace, level, num_threads)?;
             }));
         }
         Device::Cuda(device) => cuda::decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace)?,

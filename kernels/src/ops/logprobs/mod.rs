@@ -93,7 +93,7 @@ mod tests {
             top_ids: &mut top_ids,
             top_logprobs: &mut top_logprobs,
         };
-        self::logprobs(&logits, &ids, &mut out).unwrap();
+        logprobs(&logits, &ids, &mut out).unwrap();
         let top =
             top_ids.as_slice::<i32>().iter().copied().zip(top_logprobs.as_slice::<f32>().iter().copied()).collect();
         (logprob.as_slice::<f32>()[0], rank.as_slice::<i32>()[0], top)
@@ -124,13 +124,13 @@ mod tests {
             let logits: Vec<f32> = (0..vocab).map(|_| rng.random_range(-40i32..40) as f32 * 0.25).collect();
             let top = vocab.min(MAX_TOP);
             let id = rng.random_range(0..vocab);
-            let (logprob, rank, likeliest) = run(&logits, id as i32, top);
+            let (own, rank, likeliest) = run(&logits, id as i32, top);
             let mut order: Vec<usize> = (0..vocab).collect();
             order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
             let total: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
             let want = |i: usize| f64::from(logits[i]) - total.ln();
             assert_eq!(rank as usize, 1 + order.iter().position(|&i| i == id).unwrap());
-            assert!((f64::from(logprob) - want(id)).abs() < 1e-5);
+            assert!((f64::from(own) - want(id)).abs() < 1e-5);
             for (got, &i) in likeliest.iter().zip(&order) {
                 assert_eq!(got.0 as usize, i);
                 assert!((f64::from(got.1) - want(i)).abs() < 1e-5);

@@ -1,5 +1,10 @@
 //! Few rows by `few_rows.cu`, many by cuBLASLt.
 
+use std::sync::Arc;
+
+use half::bf16;
+
+use crate::device::Device;
 use crate::device::cuda::{CudaDevice, Launch, Product};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
@@ -15,6 +20,53 @@ const TURN_BYTES: usize = 16 * STEP * 2;
 
 /// Most rows that stream the weights faster by our own kernel than by the library.
 const FEW_ROWS: usize = 8;
+
+/// A weight in rows, `[out, in]`.
+pub(super) struct Rows {
+    gpu: Arc<CudaDevice>,
+    tensor: Tensor,
+}
+
+impl Rows {
+    pub(super) fn new(gpu: &Arc<CudaDevice>, out: usize, inputs: usize) -> Result<Self> {
+        let tensor = Tensor::zeros(&Device::Cuda(gpu.clone()), "weight", [out, inputs], DType::BF16)?;
+        Ok(Rows { gpu: gpu.clone(), tensor })
+    }
+
+    pub(super) fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    pub(super) fn dims(&self) -> [usize; 2] {
+        let (out, inputs) = self.tensor.rows_cols();
+        [out, inputs]
+    }
+
+    pub(super) fn write(&mut self, first: usize, values: &[bf16]) -> Result<()> {
+        let [out, inputs] = self.dims();
+        if !values.len().is_multiple_of(inputs) {
+            return Err(KernelError::NotMultiple { op: OP, what: "values", size: values.len(), of: inputs });
+        }
+        let end = first + values.len() / inputs;
+        if end > out {
+            let want = "at most the weight's outputs";
+            return Err(KernelError::Value { op: OP, arg: "last row", got: end as i64, want });
+        }
+        self.tensor.rows_mut(first..end).copy_from_slice(values)
+    }
+
+    pub(super) fn read(&self, row: usize, to: &mut [f32]) {
+        let values: Vec<bf16> = self.tensor.rows(row..row + 1).to_vec().expect("the device answers");
+        assert!(to.len() == values.len(), "a row of {} read into {}", values.len(), to.len());
+        for (to, value) in to.iter_mut().zip(values) {
+            *to = value.to_f32();
+        }
+    }
+
+    pub(super) fn matmul(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+        matmul(&self.gpu, x, &self.tensor, y)
+    }
+}
 
 /// `y = x weightᵀ`; x `[rows, in]` bf16, weight `[out, in]` bf16, y `[rows, out]` bf16 or f32.
 pub fn matmul(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<()> {
@@ -45,9 +97,7 @@ pub fn matmul(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Device;
     use crate::testing::{BF16_BOUND, assert_close, gpu, random, rng, tensor};
-    use half::bf16;
 
     #[test]
     #[ignore = "needs a GPU"]

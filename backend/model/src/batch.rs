@@ -1,0 +1,262 @@
+//! A step's inputs on the device: allocated once at the largest size, overwritten before every step.
+
+use drafthorse_kernels::ops::attention::Ragged;
+use drafthorse_kernels::{DType, Device, Tensor, View};
+
+use crate::error::{ModelError, Result};
+
+/// The largest step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchLimits {
+    /// Tokens of all sequences together.
+    pub max_tokens: usize,
+    pub max_seqs: usize,
+    /// KV blocks of one sequence: the width of the block tables.
+    pub max_blocks_per_seq: usize,
+    /// Rows that logits are computed for.
+    pub max_logit_rows: usize,
+}
+
+/// A step's inputs on the host. Sequence `s` owns tokens `cu_tokens[s]..cu_tokens[s + 1]`.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchInputs<'a> {
+    /// `[tokens]`.
+    pub token_ids: &'a [i32],
+    /// `[tokens]`: each token's index in its sequence.
+    pub positions: &'a [i32],
+    /// `[seqs + 1]`, from 0 up to the number of tokens.
+    pub cu_tokens: &'a [i32],
+    /// `[seqs]`: tokens whose KV is in the cache once this step has run.
+    pub kv_lens: &'a [i32],
+    /// `[seqs]`: the blocks that hold each sequence's KV, in order.
+    pub block_tables: &'a [&'a [i32]],
+    /// Tokens of the batch whose logits are wanted.
+    pub logit_rows: &'a [i32],
+}
+
+/// A step's inputs on the device.
+pub struct Batch {
+    limits: BatchLimits,
+    token_ids: Tensor,
+    positions: Tensor,
+    cu_tokens: Tensor,
+    kv_lens: Tensor,
+    block_tables: Tensor,
+    logit_rows: Tensor,
+    /// Block tables padded to their width, on their way to the device.
+    padded_tables: Vec<i32>,
+    num_tokens: usize,
+    num_seqs: usize,
+    num_logit_rows: usize,
+    max_tokens_per_seq: usize,
+    max_kv_len: usize,
+}
+
+impl Batch {
+    /// # Errors
+    /// If the device is out of memory.
+    pub fn new(device: &Device, limits: BatchLimits) -> Result<Self> {
+        let vector = |what, len: usize| Tensor::zeros(device, what, [len], DType::I32);
+        Ok(Batch {
+            token_ids: vector("token ids", limits.max_tokens)?,
+            positions: vector("positions", limits.max_tokens)?,
+            cu_tokens: vector("cumulative tokens", limits.max_seqs + 1)?,
+            kv_lens: vector("KV lengths", limits.max_seqs)?,
+            block_tables: Tensor::zeros(
+                device,
+                "block tables",
+                [limits.max_seqs, limits.max_blocks_per_seq],
+                DType::I32,
+            )?,
+            logit_rows: vector("logit rows", limits.max_logit_rows)?,
+            padded_tables: vec![0; limits.max_seqs * limits.max_blocks_per_seq],
+            limits,
+            num_tokens: 0,
+            num_seqs: 0,
+            num_logit_rows: 0,
+            max_tokens_per_seq: 0,
+            max_kv_len: 0,
+        })
+    }
+
+    /// Becomes the batch that `inputs` describe.
+    ///
+    /// # Errors
+    /// `BatchTooLarge` beyond a limit, `BatchMismatch` if the parts do not fit together. The batch is then empty.
+    pub fn set(&mut self, inputs: &BatchInputs<'_>) -> Result<()> {
+        (self.num_tokens, self.num_seqs, self.num_logit_rows) = (0, 0, 0);
+        self.check(inputs)?;
+        let (num_tokens, num_seqs) = (inputs.token_ids.len(), inputs.kv_lens.len());
+
+        let width = self.limits.max_blocks_per_seq;
+        for (padded, blocks) in self.padded_tables.chunks_mut(width.max(1)).zip(inputs.block_tables) {
+            padded[..blocks.len()].copy_from_slice(blocks);
+            // A stale id beyond the sequence's blocks must not look like one of them.
+            padded[blocks.len()..].fill(0);
+        }
+        self.token_ids.rows_mut(0..num_tokens).copy_from_slice(inputs.token_ids)?;
+        self.positions.rows_mut(0..num_tokens).copy_from_slice(inputs.positions)?;
+        self.cu_tokens.rows_mut(0..num_seqs + 1).copy_from_slice(inputs.cu_tokens)?;
+        self.kv_lens.rows_mut(0..num_seqs).copy_from_slice(inputs.kv_lens)?;
+        self.block_tables.rows_mut(0..num_seqs).copy_from_slice(&self.padded_tables[..num_seqs * width])?;
+        self.logit_rows.rows_mut(0..inputs.logit_rows.len()).copy_from_slice(inputs.logit_rows)?;
+
+        let lengths = inputs.cu_tokens.windows(2).map(|pair| pair[1] - pair[0]);
+        self.max_tokens_per_seq = lengths.max().unwrap_or(0) as usize;
+        self.max_kv_len = inputs.kv_lens.iter().copied().max().unwrap_or(0) as usize;
+        (self.num_tokens, self.num_seqs, self.num_logit_rows) = (num_tokens, num_seqs, inputs.logit_rows.len());
+        Ok(())
+    }
+
+    fn check(&self, inputs: &BatchInputs<'_>) -> Result<()> {
+        let at_most = |what, got: usize, max: usize| {
+            if got <= max { Ok(()) } else { Err(ModelError::BatchTooLarge { what, got, max }) }
+        };
+        let equal = |what, got: usize, want: usize| {
+            if got == want { Ok(()) } else { Err(ModelError::BatchMismatch { what, got, want }) }
+        };
+        let (tokens, seqs) = (inputs.token_ids.len(), inputs.kv_lens.len());
+        at_most("number of tokens", tokens, self.limits.max_tokens)?;
+        at_most("number of sequences", seqs, self.limits.max_seqs)?;
+        at_most("number of logit rows", inputs.logit_rows.len(), self.limits.max_logit_rows)?;
+        for blocks in inputs.block_tables {
+            at_most("number of blocks of a sequence", blocks.len(), self.limits.max_blocks_per_seq)?;
+        }
+        equal("number of positions", inputs.positions.len(), tokens)?;
+        equal("number of cumulative tokens", inputs.cu_tokens.len(), seqs + 1)?;
+        equal("number of block tables", inputs.block_tables.len(), seqs)?;
+        equal("last of the cumulative tokens", inputs.cu_tokens.last().map_or(0, |&last| last as usize), tokens)
+    }
+
+    pub fn limits(&self) -> BatchLimits {
+        self.limits
+    }
+
+    pub fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    pub fn num_seqs(&self) -> usize {
+        self.num_seqs
+    }
+
+    pub fn num_logit_rows(&self) -> usize {
+        self.num_logit_rows
+    }
+
+    /// `[tokens]`.
+    pub fn token_ids(&self) -> View<'_> {
+        self.token_ids.rows(0..self.num_tokens)
+    }
+
+    /// `[tokens]`.
+    pub fn positions(&self) -> View<'_> {
+        self.positions.rows(0..self.num_tokens)
+    }
+
+    /// `[logit rows]`.
+    pub fn logit_rows(&self) -> View<'_> {
+        self.logit_rows.rows(0..self.num_logit_rows)
+    }
+
+    /// How the tokens belong to sequences, and those to KV blocks.
+    pub fn sequences(&self) -> Sequences<'_> {
+        Sequences {
+            cu_tokens: self.cu_tokens.rows(0..self.num_seqs + 1),
+            kv_lens: self.kv_lens.rows(0..self.num_seqs),
+            block_tables: self.block_tables.rows(0..self.num_seqs),
+            max_tokens_per_seq: self.max_tokens_per_seq,
+            max_kv_len: self.max_kv_len,
+        }
+    }
+}
+
+/// The ragged part of a batch, as views; [`ragged`](Self::ragged) is what ops take.
+pub struct Sequences<'a> {
+    cu_tokens: View<'a>,
+    kv_lens: View<'a>,
+    block_tables: View<'a>,
+    max_tokens_per_seq: usize,
+    max_kv_len: usize,
+}
+
+impl Sequences<'_> {
+    pub fn ragged(&self) -> Ragged<'_> {
+        Ragged {
+            cu_tokens: &self.cu_tokens,
+            kv_lens: &self.kv_lens,
+            block_tables: &self.block_tables,
+            max_tokens_per_seq: self.max_tokens_per_seq,
+            max_kv_len: self.max_kv_len,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn batch() -> Batch {
+        let limits = BatchLimits { max_tokens: 4, max_seqs: 2, max_blocks_per_seq: 3, max_logit_rows: 2 };
+        Batch::new(&Device::Cpu, limits).unwrap()
+    }
+
+    #[test]
+    fn views_show_the_step_that_was_set_last() {
+        let mut batch = batch();
+        let inputs = BatchInputs {
+            token_ids: &[5, 6, 7, 8],
+            positions: &[0, 1, 2, 9],
+            cu_tokens: &[0, 3, 4],
+            kv_lens: &[3, 10],
+            block_tables: &[&[4, 2, 1], &[3]],
+            logit_rows: &[2, 3],
+        };
+        batch.set(&inputs).unwrap();
+        let sequences = batch.sequences();
+        let ragged = sequences.ragged();
+        assert_eq!(ragged.block_tables.as_slice::<i32>(), [4, 2, 1, 3, 0, 0]);
+        assert_eq!((ragged.max_tokens_per_seq, ragged.max_kv_len), (3, 10));
+
+        let one = BatchInputs {
+            token_ids: &[9],
+            positions: &[10],
+            cu_tokens: &[0, 1],
+            kv_lens: &[11],
+            block_tables: &[&[3]],
+            logit_rows: &[0],
+        };
+        batch.set(&one).unwrap();
+        assert_eq!(batch.token_ids().as_slice::<i32>(), [9]);
+        assert_eq!(batch.sequences().ragged().block_tables.as_slice::<i32>(), [3, 0, 0]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_and_leaves_no_batch() {
+        let good = BatchInputs {
+            token_ids: &[1],
+            positions: &[0],
+            cu_tokens: &[0, 1],
+            kv_lens: &[1],
+            block_tables: &[&[0]],
+            logit_rows: &[0],
+        };
+        let mut batch = batch();
+        let mut refused = |inputs: BatchInputs<'_>| {
+            batch.set(&good).unwrap();
+            let text = batch.set(&inputs).unwrap_err().to_string();
+            assert_eq!(batch.num_tokens(), 0);
+            text
+        };
+        assert_eq!(refused(BatchInputs { token_ids: &[1; 5], ..good }), "batch: number of tokens is 5, at most 4");
+        assert_eq!(
+            refused(BatchInputs { block_tables: &[&[0; 4]], ..good }),
+            "batch: number of blocks of a sequence is 4, at most 3"
+        );
+        assert_eq!(
+            refused(BatchInputs { cu_tokens: &[0, 2], ..good }),
+            "batch: last of the cumulative tokens is 2, expected 1"
+        );
+        assert_eq!(refused(BatchInputs { positions: &[], ..good }), "batch: number of positions is 0, expected 1");
+    }
+}

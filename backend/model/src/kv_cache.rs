@@ -1,0 +1,140 @@
+//! The paged KV cache: K and V of every layer, in blocks that sequences own through block tables.
+//!
+//! A drafter's layers are further layers of the same cache and the same blocks, so one block table serves both.
+
+use drafthorse_kernels::ops::copy_rows::copy_rows;
+use drafthorse_kernels::{DType, Device, Tensor};
+
+use crate::error::{ModelError, Result};
+
+/// What one layer keeps of one token, on this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayer {
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+}
+
+impl KvLayer {
+    /// Bytes of K and V of one token.
+    pub fn token_bytes(self, dtype: DType) -> usize {
+        2 * self.num_kv_heads * self.head_dim * dtype.bytes()
+    }
+}
+
+/// The shape of a cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    /// The target's layers, then a drafter's.
+    pub layers: Vec<KvLayer>,
+    /// Tokens of one block.
+    pub block_size: usize,
+    pub dtype: DType,
+}
+
+impl KvLayout {
+    /// Bytes of one block over all layers: what the memory plan divides by.
+    pub fn block_bytes(&self) -> usize {
+        let token_bytes: usize = self.layers.iter().map(|layer| layer.token_bytes(self.dtype)).sum();
+        self.block_size * token_bytes
+    }
+}
+
+/// K and V of every layer, `[blocks, kv heads, block size, head dim]` each.
+pub struct KvCache {
+    layout: KvLayout,
+    num_blocks: usize,
+    layers: Vec<[Tensor; 2]>,
+}
+
+impl KvCache {
+    /// # Errors
+    /// If the device is out of memory.
+    pub fn new(device: &Device, layout: KvLayout, num_blocks: usize) -> Result<Self> {
+        let zeros = |what, layer: &KvLayer| {
+            let shape = [num_blocks, layer.num_kv_heads, layout.block_size, layer.head_dim];
+            Tensor::zeros(device, what, shape, layout.dtype)
+        };
+        let layers = layout.layers.iter().map(|layer| Ok([zeros("K cache", layer)?, zeros("V cache", layer)?]));
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(KvCache { layers, layout, num_blocks })
+    }
+
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    pub fn size_bytes(&self) -> usize {
+        self.num_blocks * self.layout.block_bytes()
+    }
+
+    /// K and V of layer `index`.
+    ///
+    /// # Errors
+    /// `OutOfRange` if there is no such layer: the layout was not the model's.
+    pub fn layer(&mut self, index: usize) -> Result<&mut [Tensor; 2]> {
+        let limit = self.layers.len();
+        self.layers.get_mut(index).ok_or(ModelError::OutOfRange { what: "KV layer", got: index, limit })
+    }
+
+    /// Copies whole blocks, `(from, to)`, in every layer and in order: copy on write of shared blocks.
+    ///
+    /// # Errors
+    /// `OutOfRange` if a block does not exist; nothing is then copied.
+    pub fn copy_blocks(&mut self, copies: &[(u32, u32)]) -> Result<()> {
+        let (what, limit) = ("KV block", self.num_blocks);
+        for &(from, to) in copies {
+            let got = from.max(to) as usize;
+            if got >= limit {
+                return Err(ModelError::OutOfRange { what, got, limit });
+            }
+        }
+        for tensor in self.layers.iter_mut().flatten() {
+            copy_rows(tensor, copies)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache() -> KvCache {
+        let layers = vec![KvLayer { num_kv_heads: 2, head_dim: 3 }, KvLayer { num_kv_heads: 1, head_dim: 2 }];
+        let layout = KvLayout { layers, block_size: 2, dtype: DType::F32 };
+        let mut cache = KvCache::new(&Device::Cpu, layout, 3).unwrap();
+        let mut next = 0.0;
+        for value in cache.layers.iter_mut().flatten().flat_map(|tensor| tensor.as_mut_slice::<f32>()) {
+            *value = next;
+            next += 1.0;
+        }
+        cache
+    }
+
+    #[test]
+    fn copies_run_in_order_over_all_layers() {
+        let mut cache = cache();
+        let first_block = |cache: &KvCache| -> Vec<Vec<f32>> {
+            cache.layers.iter().flatten().map(|tensor| tensor.rows(0..1).as_slice().to_vec()).collect()
+        };
+        let before = first_block(&cache);
+        cache.copy_blocks(&[(0, 2), (1, 0), (2, 1)]).unwrap();
+        let now_in_1: Vec<Vec<f32>> =
+            cache.layers.iter().flatten().map(|tensor| tensor.rows(1..2).as_slice().to_vec()).collect();
+        assert_eq!(now_in_1, before);
+        assert_ne!(first_block(&cache), before);
+        assert_eq!(cache.copy_blocks(&[(0, 3)]).unwrap_err().to_string(), "KV block is 3, below 3 is possible");
+    }
+
+    #[test]
+    fn a_block_counts_every_layer() {
+        let cache = cache();
+        assert_eq!(cache.layout().block_bytes(), 2 * (2 * 2 * 3 + 2 * 2) * 4);
+        let held: usize = cache.layers.iter().flatten().map(Tensor::size_bytes).sum();
+        assert_eq!(cache.size_bytes(), held);
+    }
+}

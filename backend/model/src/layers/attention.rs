@@ -1,0 +1,88 @@
+//! Grouped-query attention with rotary positions over the paged KV cache.
+//!
+//! Source: Ainslie et al. 2023, arXiv:2305.13245.
+
+use std::sync::Arc;
+
+use drafthorse_kernels::Tensor;
+use drafthorse_kernels::ops::attention::{Heads, WORKSPACE_BYTES, attention};
+use drafthorse_kernels::ops::kv_write::kv_write;
+use drafthorse_kernels::ops::rope::{RopeTable, rope};
+
+use super::linear::Linear;
+use crate::error::{ModelError, Result};
+use crate::forward::Forward;
+use crate::kv_cache::KvLayer;
+use crate::models::{StepSize, tensor_bytes};
+use crate::quant::Part;
+use crate::weights::{Loader, Shard};
+
+/// One layer's attention on one rank: an equal share of the query heads, and the KV heads those read.
+pub(crate) struct Attention {
+    qkv: Linear,
+    output: Linear,
+    rope: Arc<RopeTable>,
+    heads: Heads,
+    scale: f32,
+    /// Where its K and V are in the cache.
+    kv_layer: usize,
+}
+
+impl Attention {
+    /// `layer` counts the model's layers from 0.
+    pub(crate) fn load(at: &Loader<'_>, layer: usize, rope: &Arc<RopeTable>) -> Result<Self> {
+        let config = at.config();
+        let (hidden, head_dim, world) = (config.hidden_size, config.head_dim, at.place().world);
+        if !config.num_heads.is_multiple_of(world) {
+            let (name, what, why) = (at.path().to_owned(), "num_attention_heads", "the number of ranks");
+            return Err(ModelError::NotMultiple { name, what, size: config.num_heads, of: world, why });
+        }
+        let kv_shard = Shard::of_kv_heads(config.num_kv_heads, world)?;
+        let part = |name, heads, shard| Part { at: at.at(name), out_features: heads * head_dim, shard };
+        let qkv = vec![
+            part("q_proj", config.num_heads, Shard::Out),
+            part("k_proj", config.num_kv_heads, kv_shard),
+            part("v_proj", config.num_kv_heads, kv_shard),
+        ];
+        let heads =
+            Heads { num_heads: config.num_heads / world, num_kv_heads: (config.num_kv_heads / world).max(1), head_dim };
+        Ok(Attention {
+            qkv: Linear::column(qkv, hidden, config.qkv_bias)?,
+            output: Linear::row(at.at("o_proj"), hidden, config.num_heads * head_dim, config.o_bias)?,
+            rope: rope.clone(),
+            heads,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            kv_layer: at.context().first_kv_layer + layer,
+        })
+    }
+
+    /// `x` becomes the attention of `x`; its K and V go to the cache first, so a token sees itself.
+    pub(crate) fn forward(&self, x: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
+        let (tokens, _) = x.rows_cols();
+        let batch = cx.batch;
+        let sequences = batch.sequences();
+        let ragged = sequences.ragged();
+
+        let mut qkv = self.qkv.output(tokens, x.dtype(), cx)?;
+        self.qkv.forward(x, &mut qkv, cx)?;
+        rope(&mut qkv, &batch.positions(), &self.rope, self.heads)?;
+        let [k, v] = cx.kv.layer(self.kv_layer)?;
+        kv_write(&qkv, k, v, &batch.positions(), &ragged, self.heads)?;
+        let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], x.dtype())?;
+        attention(&qkv, k, v, &ragged, self.heads, self.scale, &mut attended, cx.workspace)?;
+        self.output.forward(&attended, x, cx)
+    }
+
+    pub(crate) fn kv_layer(&self) -> KvLayer {
+        KvLayer { num_kv_heads: self.heads.num_kv_heads, head_dim: self.heads.head_dim }
+    }
+
+    /// Scratch memory that [`forward`](Self::forward) takes.
+    pub(crate) fn workspace_bytes(&self, step: StepSize, element_bytes: usize) -> usize {
+        let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
+        let qkv = tensor_bytes(step.tokens * (num_heads + 2 * num_kv_heads) * head_dim, element_bytes);
+        let attended = tensor_bytes(step.tokens * num_heads * head_dim, element_bytes);
+        let after = self.output.workspace_bytes(step.tokens).max(WORKSPACE_BYTES);
+        qkv + self.qkv.workspace_bytes(step.tokens).max(attended + after)
+    }
+}

@@ -1,0 +1,60 @@
+//! The kernels' weights as [`QuantWeight`]s: all have the same functions.
+
+use drafthorse_kernels::ops::matmul::workspace_bytes;
+use drafthorse_kernels::ops::matmul_bf16::{self, Bf16Weight};
+use drafthorse_kernels::ops::matmul_f32::{self, F32Weight};
+use drafthorse_kernels::ops::matmul_int4::{self, Int4Weight};
+use drafthorse_kernels::ops::matmul_int8::{self, Int8Weight};
+use drafthorse_kernels::{DType, Device, Tensor, Workspace};
+
+use super::scheme::{Activation, ActivationFormat, QuantWeight};
+use crate::error::Result;
+
+macro_rules! quant_weight {
+    ($weight:ty, $op:ident) => {
+        impl QuantWeight for $weight {
+            fn activation(&self) -> ActivationFormat {
+                ActivationFormat::Float
+            }
+
+            fn matmul(&self, x: &Activation<'_>, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
+                Ok($op::matmul(x.values, self, y, workspace)?)
+            }
+
+            fn gather(&self, ids: &Tensor, y: &mut Tensor) -> Result<()> {
+                Ok($op::gather(self, ids, y)?)
+            }
+
+            fn dequantize(&self) -> Result<Tensor> {
+                dense(self.dims(), |row, to| self.read_row(row, to))
+            }
+
+            fn dims(&self) -> [usize; 2] {
+                self.dims()
+            }
+
+            fn size_bytes(&self) -> usize {
+                self.size_bytes()
+            }
+
+            fn workspace_bytes(&self, tokens: usize) -> usize {
+                let [_, inputs] = self.dims();
+                workspace_bytes(tokens, inputs)
+            }
+        }
+    };
+}
+
+quant_weight!(Bf16Weight, matmul_bf16);
+quant_weight!(F32Weight, matmul_f32);
+quant_weight!(Int8Weight, matmul_int8);
+quant_weight!(Int4Weight, matmul_int4);
+
+/// All rows on the host.
+fn dense([out, inputs]: [usize; 2], read_row: impl Fn(usize, &mut [f32])) -> Result<Tensor> {
+    let mut dense = Tensor::zeros(&Device::Cpu, "dequantized weight", [out, inputs], DType::F32)?;
+    for (i, row) in dense.as_mut_slice::<f32>().chunks_mut(inputs).enumerate() {
+        read_row(i, row);
+    }
+    Ok(dense)
+}

@@ -1,0 +1,176 @@
+//! How weights are stored and multiplied: the table of schemes.
+
+mod bf16;
+mod gguf_blocks;
+mod kernel;
+mod scheme;
+mod stream;
+mod weight_only_int4;
+mod weight_only_int8;
+
+use bf16::Unquantized;
+use gguf_blocks::GgufBlocks;
+pub use scheme::{Activation, ActivationFormat, Part, QuantScheme, QuantWeight};
+use weight_only_int4::WeightOnlyInt4;
+use weight_only_int8::WeightOnlyInt8;
+
+use crate::config::StoredQuantization;
+use crate::error::{ModelError, Result};
+
+/// What an operator asks for: quantize the weights while they load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QuantType {
+    /// As in the table below.
+    pub name: String,
+    /// Neighbouring inputs that share one scale, -1 for all of a row; `None` for the scheme's default.
+    pub group_size: Option<i64>,
+}
+
+impl From<String> for QuantType {
+    fn from(name: String) -> Self {
+        QuantType { name, group_size: None }
+    }
+}
+
+impl From<&str> for QuantType {
+    fn from(name: &str) -> Self {
+        QuantType::from(name.to_owned())
+    }
+}
+
+/// Inputs that share one scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupSize {
+    /// All of a row: one scale an output channel.
+    Channel,
+    Of(usize),
+}
+
+impl GroupSize {
+    /// What `-1`, `32`, `64` and `128` stand for.
+    ///
+    /// # Errors
+    /// `Setting` for any other number.
+    pub fn new(size: i64) -> Result<Self> {
+        match size {
+            -1 => Ok(GroupSize::Channel),
+            32 | 64 | 128 => Ok(GroupSize::Of(size as usize)),
+            other => Err(ModelError::Setting {
+                setting: "weightonly_group_size",
+                value: other.to_string(),
+                supported: "-1 (a whole row), 32, 64, 128",
+            }),
+        }
+    }
+
+    /// Elements of one group in rows of `inputs`.
+    pub fn within(self, inputs: usize) -> usize {
+        match self {
+            GroupSize::Channel => inputs,
+            GroupSize::Of(size) => size,
+        }
+    }
+}
+
+/// The schemes of a model's layers.
+pub(crate) struct Schemes {
+    pub(crate) linear: Box<dyn QuantScheme>,
+    /// The head, and the embedding table if it is the same.
+    pub(crate) head: Box<dyn QuantScheme>,
+    /// An embedding table of its own.
+    pub(crate) embedding: Box<dyn QuantScheme>,
+}
+
+impl Schemes {
+    pub(crate) fn name(&self) -> &'static str {
+        self.linear.name()
+    }
+}
+
+/// Quantized at load.
+const AT_LOAD: [(&str, fn(Option<i64>) -> Result<Schemes>); 3] =
+    [("none", unquantized), (WeightOnlyInt8::NAME, weight_only_int8), (WeightOnlyInt4::NAME, weight_only_int4)];
+
+/// Quantized in the checkpoint: `quant_method`.
+const STORED: [(&str, fn(&StoredQuantization) -> Result<Schemes>); 1] = [(GgufBlocks::NAME, gguf_blocks)];
+
+fn unquantized(_: Option<i64>) -> Result<Schemes> {
+    Ok(Schemes { linear: Box::new(Unquantized), head: Box::new(Unquantized), embedding: Box::new(Unquantized) })
+}
+
+fn weight_only_int8(_: Option<i64>) -> Result<Schemes> {
+    Ok(Schemes { linear: Box::new(WeightOnlyInt8), head: Box::new(WeightOnlyInt8), embedding: Box::new(Unquantized) })
+}
+
+/// The head stays at 8 bits: it is one layer of many, and the one whose errors nothing after it can even out.
+fn weight_only_int4(group_size: Option<i64>) -> Result<Schemes> {
+    let group = group_size.map(GroupSize::new).transpose()?;
+    let linear = Box::new(WeightOnlyInt4 { group });
+    Ok(Schemes { linear, head: Box::new(WeightOnlyInt8), embedding: Box::new(Unquantized) })
+}
+
+fn gguf_blocks(stored: &StoredQuantization) -> Result<Schemes> {
+    let scheme = || GgufBlocks::new(stored).map(|scheme| Box::new(scheme) as Box<dyn QuantScheme>);
+    Ok(Schemes { linear: scheme()?, head: scheme()?, embedding: scheme()? })
+}
+
+/// The schemes for a checkpoint stored as `stored` says, of which `wanted` is asked.
+///
+/// # Errors
+/// `UnknownQuantization`, naming the table; `AlreadyQuantized`; `Setting` for a group size.
+pub(crate) fn schemes(wanted: Option<&QuantType>, stored: Option<&StoredQuantization>) -> Result<Schemes> {
+    let wanted = wanted.filter(|wanted| wanted.name != "none");
+    match (wanted, stored) {
+        (None, None) => unquantized(None),
+        (None, Some(stored)) => find(&STORED, &stored.method)?(stored),
+        (Some(wanted), None) => find(&AT_LOAD, &wanted.name)?(wanted.group_size),
+        (Some(wanted), Some(stored)) => {
+            Err(ModelError::AlreadyQuantized { stored: stored.method.clone(), wanted: wanted.name.clone() })
+        }
+    }
+}
+
+fn find<T: Copy>(table: &[(&str, T)], name: &str) -> Result<T> {
+    let found = table.iter().find(|(known, _)| *known == name).map(|&(_, make)| make);
+    found.ok_or_else(|| {
+        let supported = table.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+        ModelError::UnknownQuantization { name: name.to_owned(), supported }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(wanted: Option<QuantType>, stored: Option<&str>) -> String {
+        let stored = stored.map(|method| StoredQuantization {
+            method: method.into(),
+            group_size: Some(32),
+            unquantized: Vec::new(),
+        });
+        match schemes(wanted.as_ref(), stored.as_ref()) {
+            Ok(schemes) => schemes.name().to_owned(),
+            Err(err) => err.to_string(),
+        }
+    }
+
+    #[test]
+    fn a_scheme_is_found_by_name_or_refused_with_the_table() {
+        assert_eq!(refusal(None, None), "none");
+        assert_eq!(refusal(Some("none".into()), Some("gguf_blocks")), "gguf_blocks");
+        assert_eq!(refusal(Some("weight_only_int8".into()), None), "weight_only_int8");
+        assert_eq!(
+            refusal(Some("int3".into()), None),
+            "quantization int3 is unknown, supported: none, weight_only_int8, weight_only_int4"
+        );
+        assert_eq!(refusal(None, Some("awq")), "quantization awq is unknown, supported: gguf_blocks");
+        assert_eq!(
+            refusal(Some("weight_only_int8".into()), Some("gguf_blocks")),
+            "the checkpoint is quantized as gguf_blocks, it cannot be quantized again as weight_only_int8"
+        );
+        assert_eq!(
+            refusal(Some(QuantType { name: "weight_only_int4".into(), group_size: Some(48) }), None),
+            "weightonly_group_size is 48, supported: -1 (a whole row), 32, 64, 128"
+        );
+    }
+}

@@ -1,0 +1,85 @@
+//! The seam for weight formats.
+
+use drafthorse_kernels::{Tensor, Workspace};
+
+use crate::error::Result;
+use crate::weights::{Loader, Shard};
+
+/// How a weight wants its inputs. The layer before it (norm, activation, attention) makes them so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ActivationFormat {
+    /// The model's own activations, f32 or bf16, without scales.
+    Float,
+}
+
+/// The inputs of a linear layer, in the format its weight asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Activation<'a> {
+    /// `[tokens, in]`.
+    pub values: &'a Tensor,
+    /// What `values` are to be multiplied with, where the format has scales.
+    pub scales: Option<&'a Tensor>,
+}
+
+impl<'a> From<&'a Tensor> for Activation<'a> {
+    fn from(values: &'a Tensor) -> Self {
+        Activation { values, scales: None }
+    }
+}
+
+/// One of the checkpoint's layers that are multiplied as one: its place, and the part this rank holds.
+pub struct Part<'a> {
+    /// Where its tensors are, like `model.layers.0.self_attn.q_proj`.
+    pub at: Loader<'a>,
+    /// Rows of the whole weight.
+    pub out_features: usize,
+    pub shard: Shard,
+}
+
+/// How the tensors of one linear layer are stored, and multiplied.
+///
+/// A scheme reads row by row, so that no second copy of a weight exists while it loads.
+pub trait QuantScheme: Send + Sync {
+    /// Its name in settings and `config.json`.
+    fn name(&self) -> &'static str;
+
+    /// Reads this rank's rows of every part, one part below the other, as one weight `[sum of out, in]`.
+    ///
+    /// # Errors
+    /// If a shard would cut through weights that share one scale, or the device is out of memory. A tensor that is missing or
+    /// has another shape is noted with the checkpoint, which reports all of them at once; the weight is then zeros.
+    fn load_merged(&self, parts: &[Part<'_>], in_features: usize) -> Result<Box<dyn QuantWeight>>;
+
+    /// Reads this rank's rows of one layer, as one weight `[out, in]`.
+    ///
+    /// # Errors
+    /// As [`load_merged`](Self::load_merged).
+    fn load(&self, part: Part<'_>, in_features: usize) -> Result<Box<dyn QuantWeight>> {
+        self.load_merged(&[part], in_features)
+    }
+}
+
+/// One linear layer's weight on the device, `[out, in]`, laid out as its kernel wants it.
+pub trait QuantWeight: Send + Sync {
+    /// The format [`matmul`](Self::matmul) takes its inputs in.
+    fn activation(&self) -> ActivationFormat;
+
+    /// `y = x @ weightᵀ`; `x` is `[tokens, in]`, `y` is `[tokens, out]`, f32 or bf16.
+    fn matmul(&self, x: &Activation<'_>, y: &mut Tensor, workspace: &Workspace) -> Result<()>;
+
+    /// `y[t] = weight[ids[t]]`: an embedding lookup, so that a tied head needs no second copy.
+    fn gather(&self, ids: &Tensor, y: &mut Tensor) -> Result<()>;
+
+    /// The weight as its kernel sees it, `[out, in]` f32: what references multiply and tests compare.
+    fn dequantize(&self) -> Result<Tensor>;
+
+    /// `[out, in]` of what this rank holds.
+    fn dims(&self) -> [usize; 2];
+
+    /// Device memory it takes.
+    fn size_bytes(&self) -> usize;
+
+    /// Scratch memory that [`matmul`](Self::matmul) takes for `tokens` rows.
+    fn workspace_bytes(&self, tokens: usize) -> usize;
+}

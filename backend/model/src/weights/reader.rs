@@ -1,0 +1,196 @@
+//! The tensors of a checkpoint by name, over one or several files.
+//!
+//! Files are read at positions, not mapped: no unsafe here, and a file that shrinks under us is an error instead of a signal.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use serde::Deserialize;
+
+use super::header::{StoredDtype, TensorInfo, read_header};
+use super::loader::LoadProgress;
+use crate::error::{ModelError, Result, ShardProblem, TensorProblem};
+
+const ONE_FILE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Most surplus tensors that a warning spells out.
+const MAX_NAMED: usize = 8;
+
+/// A checkpoint whose headers have been read and found whole.
+pub struct Checkpoint {
+    dir: PathBuf,
+    shards: Vec<Shard>,
+    /// Name to shard and place in it.
+    tensors: BTreeMap<String, (usize, TensorInfo)>,
+    total_bytes: u64,
+    read_bytes: AtomicU64,
+    /// While set, tensors are looked at and none is read.
+    checking: AtomicBool,
+    seen: Mutex<Seen>,
+}
+
+struct Shard {
+    path: PathBuf,
+    file: File,
+}
+
+/// What a model asked for.
+#[derive(Default)]
+struct Seen {
+    names: BTreeSet<String>,
+    problems: Vec<TensorProblem>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Opens `model.safetensors`, or the files that `model.safetensors.index.json` lists, and checks their headers.
+    ///
+    /// # Errors
+    /// `NoWeights`, `Read`, `Json`, and `Shard` naming the file that is not whole.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let index = dir.join(INDEX);
+        let mut checkpoint = Checkpoint {
+            dir: dir.to_owned(),
+            shards: Vec::new(),
+            tensors: BTreeMap::new(),
+            total_bytes: 0,
+            read_bytes: AtomicU64::new(0),
+            checking: AtomicBool::new(false),
+            seen: Mutex::default(),
+        };
+        if index.is_file() {
+            checkpoint.add_indexed(&index)?;
+        } else if dir.join(ONE_FILE).is_file() {
+            checkpoint.add(dir.join(ONE_FILE), |_| true)?;
+        } else {
+            return Err(ModelError::NoWeights { dir: dir.to_owned() });
+        }
+        Ok(checkpoint)
+    }
+
+    fn add_indexed(&mut self, index: &Path) -> Result<()> {
+        let read_error = |source| ModelError::Read { path: index.to_owned(), source };
+        let text = std::fs::read_to_string(index).map_err(read_error)?;
+        let json_error = |source| ModelError::Json { path: index.to_owned(), source };
+        let Index { weight_map } = serde_json::from_str(&text).map_err(json_error)?;
+        let files: BTreeSet<&String> = weight_map.values().collect();
+        for file in files {
+            self.add(self.dir.join(file), |name| weight_map.get(name) == Some(file))?;
+        }
+        for (name, file) in weight_map {
+            if !self.tensors.contains_key(&name) {
+                let path = self.dir.join(file);
+                return Err(ModelError::Shard { path, problem: ShardProblem::NotInShard { name } });
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, path: PathBuf, listed: impl Fn(&str) -> bool) -> Result<()> {
+        let file = File::open(&path).map_err(|source| ModelError::Read { path: path.clone(), source })?;
+        let shard = self.shards.len();
+        for (name, info) in read_header(&file, &path)? {
+            if !listed(&name) {
+                continue;
+            }
+            self.total_bytes += info.bytes;
+            self.tensors.insert(name, (shard, info));
+        }
+        self.shards.push(Shard { path, file });
+        Ok(())
+    }
+
+    /// Bytes of all tensors.
+    pub fn total_bytes(&self) -> u64 {
+        self.total_bytes
+    }
+
+    pub(super) fn progress(&self) -> LoadProgress {
+        LoadProgress { read_bytes: self.read_bytes.load(Ordering::Relaxed), total_bytes: self.total_bytes }
+    }
+
+    /// Whether a tensor of this name is there, without asking for it.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// What a tensor is stored in, without asking for it.
+    pub(super) fn dtype_of(&self, name: &str) -> Option<StoredDtype> {
+        self.tensors.get(name).map(|(_, info)| info.dtype)
+    }
+
+    /// Looks up a tensor and remembers that the model has it.
+    pub(super) fn find(&self, name: &str) -> Option<&TensorInfo> {
+        let found = self.tensors.get(name).map(|(_, info)| info);
+        if found.is_some() {
+            self.seen().names.insert(name.to_owned());
+        }
+        found
+    }
+
+    /// Notes that a tensor is not as it should be.
+    pub(super) fn note(&self, problem: TensorProblem) {
+        let mut seen = self.seen();
+        if !seen.problems.contains(&problem) {
+            seen.problems.push(problem);
+        }
+    }
+
+    fn seen(&self) -> std::sync::MutexGuard<'_, Seen> {
+        // Nothing panics while the lock is held.
+        self.seen.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// While `checking`, tensors are looked up and none is read.
+    pub(crate) fn set_checking(&self, checking: bool) {
+        self.checking.store(checking, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_checking(&self) -> bool {
+        self.checking.load(Ordering::Relaxed)
+    }
+
+    /// Every problem noted so far as one error; surplus tensors are only warned about.
+    ///
+    /// # Errors
+    /// `Tensors`.
+    pub(crate) fn verdict(&self) -> Result<()> {
+        let seen = self.seen();
+        if !seen.problems.is_empty() {
+            return Err(ModelError::Tensors { dir: self.dir.clone(), problems: seen.problems.clone() });
+        }
+        let surplus: Vec<&str> =
+            self.tensors.keys().filter(|name| !seen.names.contains(*name)).map(String::as_str).collect();
+        if !surplus.is_empty() {
+            let names = surplus[..surplus.len().min(MAX_NAMED)].join(", ");
+            tracing::warn!(count = surplus.len(), names, "the checkpoint has tensors that the model does not use");
+        }
+        Ok(())
+    }
+
+    /// Reads `into.len()` bytes of the tensor, from its byte `start`.
+    ///
+    /// # Errors
+    /// `Read`.
+    pub(super) fn read(&self, name: &str, start: u64, into: &mut [u8]) -> Result<()> {
+        let Some((shard, info)) = self.tensors.get(name) else {
+            let problems = vec![TensorProblem::Missing { name: name.to_owned() }];
+            return Err(ModelError::Tensors { dir: self.dir.clone(), problems });
+        };
+        debug_assert!(start + into.len() as u64 <= info.bytes, "{name}: read beyond its end");
+        let shard = &self.shards[*shard];
+        let read = shard.file.read_exact_at(into, info.offset + start);
+        read.map_err(|source| ModelError::Read { path: shard.path.clone(), source })?;
+        self.read_bytes.fetch_add(into.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}

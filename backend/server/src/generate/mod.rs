@@ -1,0 +1,19 @@
+//! The one path from a text request to the engine and back, used by every door.
+//!
+//! ```text
+//! GenerateRequest -> tokens -> engine::Request == engine thread ==> Event -> text, stop strings -> Chunk
+//! ```
+//!
+//! Dropping a [`Generation`] cancels it. All requests are counted here, so that no door forgets to.
+
+mod defaults;
+mod model;
+mod request;
+#[cfg(test)]
+pub(crate) mod scripted;
+mod stream;
+
+pub use defaults::GenerationDefaults;
+pub use model::{ModelText, ServedModel};
+pub use request::{Chunk, Dialect, Finish, GenerateRequest, Prompt, StopCause, Whole};
+pub use stream::Generation;

@@ -1,0 +1,179 @@
+//! Triton's generate routes: flat JSON in, flat JSON or a stream of events out.
+//!
+//! Keys that name a tensor become tensors. Everything else, on top or in `parameters`, is a sampling parameter, so that both
+//! vLLM's form and TensorRT-LLM's flat `max_tokens` work.
+
+use std::sync::Arc;
+
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use axum::{Json, Router};
+use bytes::Bytes;
+use drafthorse_proto::inference::{DataType, ModelInferRequest};
+use futures::{Stream, StreamExt};
+use serde_json::{Map, Value, json};
+
+use super::body::Body;
+use super::error::KserveError;
+use super::json::{read_request, response_flat};
+use super::kserve::Named;
+use super::sse;
+use crate::app::{Admission, App};
+use crate::error::{Result, ServerError};
+use crate::generate::{Chunk, Generation};
+use crate::repository::dialect::{EXCLUDE_INPUT, INPUTS, SAMPLING_PARAMETERS, STREAM, wire_name};
+use crate::service::infer::{Answer, Call};
+
+/// Request parameters that are no sampling parameters.
+const REQUEST_PARAMETERS: [&str; 6] =
+    ["priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "triton_enable_empty_final_response"];
+
+pub(super) fn routes() -> Router<Arc<App>> {
+    let router = Router::new();
+    ["/v2/models/{model}", "/v2/models/{model}/versions/{version}"].into_iter().fold(router, |router, model| {
+        router
+            .route(&format!("{model}/generate"), post(generate))
+            .route(&format!("{model}/generate_stream"), post(generate_stream))
+    })
+}
+
+async fn generate(State(app): State<Arc<App>>, Path(named): Path<Named>, body: Body) -> Result<Response, KserveError> {
+    let mut flat = Flat::read(body.object()?)?;
+    // One response is all there can be: a stream is gathered, and leaves the prompt out as streams do.
+    if flat.tensors.insert(STREAM.into(), false.into()) == Some(Value::Bool(true)) {
+        flat.tensors.entry(EXCLUDE_INPUT).or_insert(true.into());
+    }
+    let _admission = app.admit()?;
+    let mut call = Call::read(&app, flat.request(&app, named)?)?;
+    let response = Box::pin(call.whole()).await?;
+    Ok(Json(with_warnings(response_flat(response), &call.request.params.warnings)).into_response())
+}
+
+async fn generate_stream(State(app): State<Arc<App>>, Path(named): Path<Named>, body: Body) -> Response {
+    match Box::pin(start_stream(&app, named, body)).await {
+        Ok(events) => sse::response(StatusCode::OK, events),
+        Err(error) => {
+            let event = sse::event(&json!({"error": error.to_string()}));
+            sse::response(error.http_status(), futures::stream::iter([event]))
+        }
+    }
+}
+
+/// The events of a stream that has had its first chunk: until then an error is the response's status.
+async fn start_stream(app: &App, named: Named, body: Body) -> Result<impl Stream<Item = Bytes> + Send + 'static> {
+    let mut flat = Flat::read(body.object()?)?;
+    flat.tensors.entry(STREAM).or_insert(true.into());
+    let admission = app.admit()?;
+    let mut call = Call::read(app, flat.request(app, named)?)?;
+    if !call.stream {
+        let response = call.whole().await?;
+        let event = with_warnings(response_flat(response), &call.request.params.warnings);
+        return Ok(futures::stream::iter([sse::event(&event)]).left_stream());
+    }
+    let mut generation = call.model.served.generate(call.request).await?;
+    let Some(first) = generation.next().await else { return Err(ServerError::internal("the answer has no end")) };
+    let stream = Events { generation, answer: call.answer, next: Some(first?), _admission: admission };
+    Ok(futures::stream::unfold(Some(stream), Events::next).right_stream())
+}
+
+struct Events {
+    generation: Generation,
+    answer: Answer,
+    next: Option<Chunk>,
+    _admission: Admission,
+}
+
+impl Events {
+    async fn next(events: Option<Self>) -> Option<(Bytes, Option<Self>)> {
+        let mut events = events?;
+        let chunk = match events.next.take() {
+            Some(chunk) => Ok(chunk),
+            None => events.generation.next().await?,
+        };
+        match chunk {
+            Ok(chunk) => {
+                let is_last = chunk.finish.is_some();
+                let prompt_tokens = events.generation.prompt_tokens();
+                let flat = response_flat(events.answer.response(chunk, prompt_tokens));
+                let warnings = if is_last { events.generation.warnings() } else { &[] };
+                Some((sse::event(&with_warnings(flat, warnings)), Some(events)))
+            }
+            Err(error) => Some((sse::event(&json!({"error": error.to_string()})), None)),
+        }
+    }
+}
+
+fn with_warnings(mut flat: Map<String, Value>, warnings: &[String]) -> Value {
+    if !warnings.is_empty() {
+        flat.insert("warnings".into(), json!(warnings));
+    }
+    Value::Object(flat)
+}
+
+/// A body of these routes, sorted.
+struct Flat {
+    id: Value,
+    /// By the name of the tensor.
+    tensors: Map<String, Value>,
+    /// `priority` and the like.
+    parameters: Map<String, Value>,
+    sampling: Map<String, Value>,
+}
+
+impl Flat {
+    fn read(mut body: Map<String, Value>) -> Result<Self> {
+        let id = body.remove("id").unwrap_or_default();
+        let nested = match body.remove("parameters") {
+            None => Map::new(),
+            Some(Value::Object(nested)) => nested,
+            Some(_) => return Err(ServerError::bad_input("parameters", "must be an object")),
+        };
+        let mut flat = Flat { id, tensors: Map::new(), parameters: Map::new(), sampling: Map::new() };
+        // What stands on top wins over what is nested.
+        for (key, value) in nested.into_iter().chain(body) {
+            let into = if INPUTS.iter().any(|input| input.name == key) {
+                &mut flat.tensors
+            } else if REQUEST_PARAMETERS.contains(&key.as_str()) || key.starts_with("triton_") {
+                &mut flat.parameters
+            } else {
+                &mut flat.sampling
+            };
+            into.insert(key, value);
+        }
+        Ok(flat)
+    }
+
+    /// The request in the protocol's form.
+    fn request(mut self, app: &App, named: Named) -> Result<ModelInferRequest> {
+        let batched = app.repository.model(&named.model, &named.version)?.config.max_batch_size > 0;
+        match self.tensors.get_mut(SAMPLING_PARAMETERS) {
+            // An object where JSON text is meant.
+            Some(given @ Value::Object(_)) => *given = given.to_string().into(),
+            Some(_) => {}
+            None if self.sampling.is_empty() => {}
+            None => {
+                let json = Value::Object(std::mem::take(&mut self.sampling)).to_string();
+                self.tensors.insert(SAMPLING_PARAMETERS.into(), json.into());
+            }
+        }
+        let inputs = INPUTS.iter().filter_map(|input| {
+            let data = self.tensors.remove(input.name).filter(|data| !data.is_null())?;
+            let data = match (input.data_type, data) {
+                // Load generators write flags as text.
+                (DataType::TypeBool, Value::String(text)) if text.eq_ignore_ascii_case("true") => true.into(),
+                (DataType::TypeBool, Value::String(text)) if text.eq_ignore_ascii_case("false") => false.into(),
+                (_, data) => data,
+            };
+            let len = data.as_array().map_or(1, Vec::len);
+            let shape = if batched { json!([1, len]) } else { json!([len]) };
+            Some(json!({"name": input.name, "datatype": wire_name(input.data_type), "shape": shape, "data": data}))
+        });
+        let mut body = Map::new();
+        body.insert("inputs".into(), inputs.collect());
+        body.insert("id".into(), self.id);
+        body.insert("parameters".into(), Value::Object(self.parameters));
+        Ok(read_request(named.model, named.version, body, Bytes::new())?.request)
+    }
+}

@@ -1,0 +1,206 @@
+//! Answers of both completions routes: gathered into one object, or as events while they come.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use bytes::{BufMut, Bytes, BytesMut};
+use drafthorse_engine::Usage;
+use futures::stream::SelectAll;
+use futures::{Stream, StreamExt};
+use serde_json::{Value, json};
+
+use super::super::error::OpenAiError;
+use super::super::sse;
+use super::request::Streaming;
+use crate::app::Admission;
+use crate::error::{Result, ServerError};
+use crate::generate::{Chunk, Finish, Generation, ServedModel, StopCause};
+
+/// How one of the routes writes a choice.
+pub(super) trait Form: Send + 'static {
+    /// The object's name, of the whole answer and of a chunk.
+    const OBJECT: [&'static str; 2];
+
+    /// A choice of the whole answer: what `chunk` has of text and log-probabilities.
+    fn choice(&mut self, index: usize, chunk: &Chunk) -> Value;
+
+    /// The choices of the events that a chunk makes; `first` if it is the first of its choice.
+    fn deltas(&mut self, index: usize, chunk: &Chunk, first: bool) -> Vec<Value>;
+}
+
+/// What all parts of an answer begin with.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+}
+
+impl Head {
+    fn new(prefix: &str, model: &ServedModel) -> Self {
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        Head { id: format!("{prefix}-{}", uuid::Uuid::new_v4().simple()), created, model: model.name().into() }
+    }
+
+    fn object(&self, object: &str, choices: Vec<Value>) -> Value {
+        json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices})
+    }
+}
+
+/// Answers with what the generations give, one a choice.
+///
+/// # Errors
+/// As the generations'. Of a stream only what goes wrong before its first chunk.
+pub(super) async fn answer<F: Form>(
+    prefix: &str,
+    model: &Arc<ServedModel>,
+    generations: Vec<Generation>,
+    form: F,
+    streaming: Streaming,
+    admission: Admission,
+) -> Result<Response> {
+    let head = Head::new(prefix, model);
+    if streaming.stream {
+        let events = Box::pin(stream(head, generations, form, streaming.include_usage, admission)).await?;
+        return Ok(sse::response(StatusCode::OK, events));
+    }
+    let _admission = admission;
+    Ok(Json(whole(&head, generations, form).await?).into_response())
+}
+
+async fn whole<F: Form>(head: &Head, generations: Vec<Generation>, mut form: F) -> Result<Value> {
+    let mut choices = Vec::with_capacity(generations.len());
+    let mut usage = Usage::default();
+    let mut warnings = Vec::new();
+    for (index, generation) in generations.into_iter().enumerate() {
+        warnings = generation.warnings().to_vec();
+        let whole = generation.whole().await?;
+        add_usage(&mut usage, &whole.finish.usage);
+        let chunk = Chunk {
+            text: whole.text,
+            token_ids: whole.token_ids,
+            logprobs: whole.logprobs,
+            prompt_logprobs: whole.prompt_logprobs,
+            finish: Some(whole.finish),
+        };
+        let mut choice = form.choice(index, &chunk);
+        add_finish(&mut choice, chunk.finish.as_ref());
+        choices.push(choice);
+    }
+    let mut object = head.object(F::OBJECT[0], choices);
+    object["usage"] = usage_json(&usage);
+    if !warnings.is_empty() {
+        object["warnings"] = json!(warnings);
+    }
+    Ok(object)
+}
+
+/// The events of an answer, once the first chunk is there: until then an error is the response's status.
+async fn stream<F: Form>(
+    head: Head,
+    generations: Vec<Generation>,
+    form: F,
+    include_usage: bool,
+    admission: Admission,
+) -> Result<impl Stream<Item = Bytes> + Send + 'static> {
+    let begun = vec![false; generations.len()];
+    let mut chunks = SelectAll::new();
+    for (index, generation) in generations.into_iter().enumerate() {
+        chunks.push(Box::pin(generation.map(move |chunk| (index, chunk))));
+    }
+    let first = match chunks.next().await {
+        Some((index, chunk)) => (index, chunk?),
+        None => return Err(ServerError::internal("the answer has no end")),
+    };
+    let events =
+        Events { head, form, include_usage, begun, usage: Usage::default(), next: Some(first), _admission: admission };
+    let state = Some((events, chunks));
+    Ok(futures::stream::unfold(state, |state| async {
+        let (mut events, mut chunks) = state?;
+        let chunk = match events.next.take() {
+            Some((index, chunk)) => Some((index, Ok(chunk))),
+            None => chunks.next().await,
+        };
+        match chunk {
+            Some((index, Ok(chunk))) => Some((events.chunk(index, &chunk), Some((events, chunks)))),
+            Some((_, Err(error))) => Some((failed(error), None)),
+            None => Some((events.last(), None)),
+        }
+    }))
+}
+
+struct Events<F> {
+    head: Head,
+    form: F,
+    include_usage: bool,
+    /// Whether each choice has had its first chunk.
+    begun: Vec<bool>,
+    usage: Usage,
+    next: Option<(usize, Chunk)>,
+    _admission: Admission,
+}
+
+impl<F: Form> Events<F> {
+    fn chunk(&mut self, index: usize, chunk: &Chunk) -> Bytes {
+        let first = !std::mem::replace(&mut self.begun[index], true);
+        let mut choices = self.form.deltas(index, chunk, first);
+        if let (Some(finish), Some(choice)) = (&chunk.finish, choices.last_mut()) {
+            add_usage(&mut self.usage, &finish.usage);
+            add_finish(choice, Some(finish));
+        }
+        let mut bytes = BytesMut::new();
+        for choice in choices {
+            let mut object = self.head.object(F::OBJECT[1], vec![choice]);
+            if self.include_usage {
+                object["usage"] = Value::Null;
+            }
+            bytes.put(sse::event(&object));
+        }
+        bytes.freeze()
+    }
+
+    fn last(&self) -> Bytes {
+        let mut bytes = BytesMut::new();
+        if self.include_usage {
+            let mut object = self.head.object(F::OBJECT[1], Vec::new());
+            object["usage"] = usage_json(&self.usage);
+            bytes.put(sse::event(&object));
+        }
+        bytes.put(sse::done());
+        bytes.freeze()
+    }
+}
+
+fn failed(error: ServerError) -> Bytes {
+    let mut bytes = BytesMut::new();
+    bytes.put(sse::event(&OpenAiError(error).body()));
+    bytes.put(sse::done());
+    bytes.freeze()
+}
+
+fn add_finish(choice: &mut Value, finish: Option<&Finish>) {
+    let Some(finish) = finish else { return };
+    choice["finish_reason"] = finish.reason.name().into();
+    choice["stop_reason"] = match &finish.cause {
+        None => Value::Null,
+        Some(StopCause::Text(text)) => text.as_str().into(),
+        Some(StopCause::Token(id)) => (*id).into(),
+    };
+}
+
+fn add_usage(sum: &mut Usage, usage: &Usage) {
+    sum.prompt_tokens += usage.prompt_tokens;
+    sum.output_tokens += usage.output_tokens;
+    sum.cached_tokens += usage.cached_tokens;
+}
+
+fn usage_json(usage: &Usage) -> Value {
+    json!({
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    })
+}

@@ -1,0 +1,110 @@
+//! Chat completions: messages through the checkpoint's template.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::response::Response;
+use serde_json::{Map, Value, json};
+
+use super::super::body::Body;
+use super::super::error::OpenAiError;
+use super::answer::{Form, answer};
+use super::logprobs;
+use super::request::Fields;
+use crate::app::App;
+use crate::error::{Result, ServerError};
+use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, ServedModel};
+use crate::text::chat::Chat;
+
+pub(super) async fn chat_completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, OpenAiError> {
+    Ok(Box::pin(complete(&app, body)).await?)
+}
+
+async fn complete(app: &App, body: Body) -> Result<Response> {
+    let mut fields = Fields::new(body.object()?);
+    let admission = app.admit()?;
+    let model = fields.model(app)?;
+    let streaming = fields.stream()?;
+    let chat = chat(&mut fields)?;
+    let wants_logprobs = fields.flag("logprobs")?;
+    let top_logprobs = fields.take("top_logprobs");
+    if top_logprobs.is_some() && !wants_logprobs {
+        return Err(ServerError::bad_input("top_logprobs", "needs logprobs to be true"));
+    }
+    let mut params = fields.params()?;
+    if wants_logprobs {
+        // It has the range of the parameter that it fills in, but a name of its own.
+        params.set("logprobs", &top_logprobs.unwrap_or(json!(0))).map_err(|error| match error {
+            ServerError::BadInput { reason, .. } => ServerError::bad_input("top_logprobs", reason),
+            other => other,
+        })?;
+    }
+    let template = model.chat_template().ok_or_else(|| {
+        ServerError::bad_input("messages", "the model has no chat template: send a prompt to /v1/completions instead")
+    })?;
+    let prompt = Prompt::Rendered(template.render(&chat)?.into());
+    let generation = model.generate(GenerateRequest::new(prompt, params, Dialect::Chat)).await?;
+    let form = ChatForm { model: Arc::clone(&model), wants_logprobs };
+    answer("chatcmpl", &model, vec![generation], form, streaming, admission).await
+}
+
+fn chat(fields: &mut Fields) -> Result<Chat> {
+    let messages = match fields.take("messages") {
+        Some(Value::Array(messages)) if !messages.is_empty() => messages,
+        Some(Value::Array(_)) => return Err(ServerError::bad_input("messages", "must not be empty")),
+        Some(_) => return Err(ServerError::bad_input("messages", "must be a list")),
+        None => return Err(ServerError::bad_input("messages", "is missing")),
+    };
+    let add_generation_prompt = match fields.take("add_generation_prompt") {
+        None => true,
+        Some(Value::Bool(add)) => add,
+        Some(_) => return Err(ServerError::bad_input("add_generation_prompt", "must be true or false")),
+    };
+    if fields.flag("continue_final_message")? {
+        return Err(ServerError::unsupported("parameter continue_final_message"));
+    }
+    if fields.take("chat_template").is_some() {
+        return Err(ServerError::unsupported("a chat_template of the request's own"));
+    }
+    let variables = match fields.take("chat_template_kwargs") {
+        None => Map::new(),
+        Some(Value::Object(variables)) => variables,
+        Some(_) => return Err(ServerError::bad_input("chat_template_kwargs", "must be an object")),
+    };
+    Ok(Chat { messages, tools: None, documents: fields.take("documents"), add_generation_prompt, variables })
+}
+
+struct ChatForm {
+    model: Arc<ServedModel>,
+    wants_logprobs: bool,
+}
+
+impl ChatForm {
+    fn logprobs(&self, chunk: &Chunk) -> Value {
+        if self.wants_logprobs { logprobs::of_chat(self.model.tokenizer(), &chunk.logprobs) } else { Value::Null }
+    }
+}
+
+impl Form for ChatForm {
+    const OBJECT: [&'static str; 2] = ["chat.completion", "chat.completion.chunk"];
+
+    fn choice(&mut self, index: usize, chunk: &Chunk) -> Value {
+        let message = json!({"role": "assistant", "content": chunk.text, "refusal": null});
+        json!({"index": index, "message": message, "logprobs": self.logprobs(chunk)})
+    }
+
+    fn deltas(&mut self, index: usize, chunk: &Chunk, first: bool) -> Vec<Value> {
+        let choice = |delta: Value, logprobs: Value| json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": null});
+        let mut choices = Vec::with_capacity(3);
+        if first {
+            choices.push(choice(json!({"role": "assistant", "content": ""}), Value::Null));
+        }
+        if !chunk.text.is_empty() || (self.wants_logprobs && !chunk.logprobs.is_empty()) {
+            choices.push(choice(json!({"content": chunk.text}), self.logprobs(chunk)));
+        }
+        if chunk.finish.is_some() {
+            choices.push(choice(json!({}), Value::Null));
+        }
+        choices
+    }
+}

@@ -1,0 +1,120 @@
+//! Completions: plain prompts, as text or tokens, one or several.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::response::Response;
+use drafthorse_control::TokenId;
+use serde_json::{Value, json};
+
+use super::super::body::Body;
+use super::super::error::OpenAiError;
+use super::answer::{Form, answer};
+use super::logprobs;
+use super::request::Fields;
+use crate::app::App;
+use crate::error::{Result, ServerError};
+use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, ServedModel};
+
+/// Most prompts of a request.
+const MAX_PROMPTS: usize = 64;
+
+pub(super) async fn completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, OpenAiError> {
+    Ok(Box::pin(complete(&app, body)).await?)
+}
+
+async fn complete(app: &App, body: Body) -> Result<Response> {
+    let mut fields = Fields::new(body.object()?);
+    let admission = app.admit()?;
+    let model = fields.model(app)?;
+    let streaming = fields.stream()?;
+    let prompts = prompts(fields.take("prompt"))?;
+    let echo = fields.flag("echo")?;
+    let params = fields.params()?;
+    let wants_logprobs = params.logprobs.is_some();
+    if echo && wants_logprobs {
+        return Err(ServerError::unsupported("echo together with logprobs"));
+    }
+    let mut choices = Vec::with_capacity(prompts.len());
+    let mut generations = Vec::with_capacity(prompts.len());
+    for prompt in prompts {
+        let text = match &prompt {
+            Prompt::Text(text) | Prompt::Rendered(text) if echo => text.to_string(),
+            Prompt::Tokens(tokens) if echo => model.tokenizer().decode(tokens, true),
+            _ => String::new(),
+        };
+        choices.push(Choice { echo: text, num_chars: 0 });
+        // They run side by side; if one is refused, the others end with the answer.
+        generations.push(model.generate(GenerateRequest::new(prompt, params.clone(), Dialect::Completions)).await?);
+    }
+    let form = CompletionForm { model: Arc::clone(&model), wants_logprobs, choices };
+    answer("cmpl", &model, generations, form, streaming, admission).await
+}
+
+/// A text, a list of texts, a list of tokens, or a list of such lists.
+fn prompts(prompt: Option<Value>) -> Result<Vec<Prompt>> {
+    let bad = |reason: &str| ServerError::bad_input("prompt", reason);
+    let must = "must be a string, a list of strings, a list of token ids, or a list of such lists";
+    let prompts = match prompt {
+        None => return Err(bad("is missing")),
+        Some(Value::String(text)) => vec![Prompt::text(text)],
+        Some(Value::Array(items)) => match items.first() {
+            None => return Err(bad("must not be empty")),
+            Some(Value::Number(_)) => vec![tokens(&items).ok_or_else(|| bad(must))?],
+            Some(_) => {
+                let prompt = |item: &Value| match item {
+                    Value::String(text) => Some(Prompt::text(text.as_str())),
+                    Value::Array(ids) => tokens(ids),
+                    _ => None,
+                };
+                items.iter().map(prompt).collect::<Option<Vec<_>>>().ok_or_else(|| bad(must))?
+            }
+        },
+        Some(_) => return Err(bad(must)),
+    };
+    if prompts.len() > MAX_PROMPTS {
+        return Err(bad(&format!("has {} prompts, at most {MAX_PROMPTS} may be given", prompts.len())));
+    }
+    Ok(prompts)
+}
+
+fn tokens(ids: &[Value]) -> Option<Prompt> {
+    let id = |id: &Value| id.as_u64().and_then(|id| TokenId::try_from(id).ok());
+    ids.iter().map(id).collect::<Option<_>>().map(Prompt::Tokens)
+}
+
+struct Choice {
+    /// Put in front of the first text.
+    echo: String,
+    /// Characters of the answer so far, where log-probabilities say a token stands.
+    num_chars: usize,
+}
+
+struct CompletionForm {
+    model: Arc<ServedModel>,
+    wants_logprobs: bool,
+    choices: Vec<Choice>,
+}
+
+impl Form for CompletionForm {
+    const OBJECT: [&'static str; 2] = ["text_completion", "text_completion"];
+
+    fn choice(&mut self, index: usize, chunk: &Chunk) -> Value {
+        let choice = &mut self.choices[index];
+        let text = std::mem::take(&mut choice.echo) + &chunk.text;
+        let logprobs = if self.wants_logprobs {
+            logprobs::of_completion(self.model.tokenizer(), &chunk.logprobs, choice.num_chars)
+        } else {
+            Value::Null
+        };
+        choice.num_chars += chunk.text.chars().count();
+        json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": null})
+    }
+
+    fn deltas(&mut self, index: usize, chunk: &Chunk, first: bool) -> Vec<Value> {
+        let silent =
+            chunk.text.is_empty() && chunk.finish.is_none() && !(self.wants_logprobs && !chunk.logprobs.is_empty());
+        let echoes = first && !self.choices[index].echo.is_empty();
+        if silent && !echoes { Vec::new() } else { vec![self.choice(index, chunk)] }
+    }
+}

@@ -1,0 +1,215 @@
+//! From a request's tensors to a generation, and from its chunks to responses.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use drafthorse_control::{FinishReason, TokenLogprobs};
+use drafthorse_proto::inference::infer_parameter::ParameterChoice;
+use drafthorse_proto::inference::{InferParameter, ModelInferRequest, ModelInferResponse};
+use serde_json::{Map, Value, json};
+
+use super::parameters::Parameters;
+use super::tensors::{Elements, Form, Inputs, Output, encode, requested_outputs};
+use crate::app::App;
+use crate::error::{Result, ServerError};
+use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt};
+use crate::params::GenerateParams;
+use crate::repository::Model;
+use crate::repository::dialect::{
+    CUMULATIVE_LOGPROB, EXCLUDE_INPUT, FINISH_REASON, LOGPROBS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS,
+    RETURN_CUMULATIVE_LOGPROB, RETURN_FINISH_REASON, RETURN_LOGPROBS, RETURN_NUM_INPUT_TOKENS,
+    RETURN_NUM_OUTPUT_TOKENS, SAMPLING_PARAMETERS, STREAM, TEXT_INPUT, TEXT_OUTPUT,
+};
+
+/// The response parameter that marks the last response of a request.
+pub const FINAL: &str = "triton_final_response";
+
+/// The response parameter that says which of the request's parameters were passed over.
+const WARNINGS: &str = "warnings";
+
+/// What vLLM's backend says of a sequence that goes on.
+const NOT_FINISHED: &str = "None";
+
+/// A request that has been understood.
+pub struct Call {
+    pub model: Arc<Model>,
+    pub stream: bool,
+    pub request: GenerateRequest,
+    pub answer: Answer,
+}
+
+/// How the responses to a request look, and what has been sent of them.
+pub struct Answer {
+    model: Arc<Model>,
+    id: String,
+    form: Form,
+    /// Names of the outputs that the caller wants, in the order of the model's outputs.
+    outputs: Vec<&'static str>,
+    /// Put in front of the first response's text.
+    echo: Option<Arc<str>>,
+    /// What of the request's parameters was passed over; told with the last response.
+    warnings: Vec<String>,
+    /// The caller asked for log-probabilities of tokens, not only for their sum.
+    lists_logprobs: bool,
+    cumulative_logprob: f64,
+}
+
+/// Answers a request that has one response.
+///
+/// # Errors
+/// Whatever is wrong with the request, or went wrong.
+pub async fn answer_once(app: &App, request: ModelInferRequest) -> Result<ModelInferResponse> {
+    let _admission = app.admit()?;
+    let mut call = Call::read(app, request)?;
+    if call.stream {
+        let reason = "is true, but ModelInfer has one response: use ModelStreamInfer, or leave it out";
+        return Err(ServerError::bad_input(format!("input '{STREAM}'"), reason));
+    }
+    call.whole().await
+}
+
+impl Call {
+    /// Checks everything that can be checked without the engine.
+    ///
+    /// # Errors
+    /// `UnknownModel`, `NotReady`, `BadInput` naming the field, and the like.
+    pub fn read(app: &App, mut request: ModelInferRequest) -> Result<Self> {
+        let model = app.repository.model(&request.model_name, &request.model_version)?;
+        let batched = model.config.max_batch_size > 0;
+        let parameters = Parameters::read(&request.parameters)?;
+        let inputs = Inputs::decode(&mut request, model.name(), batched)?;
+        let requested = requested_outputs(&request.outputs, model.name())?;
+
+        let stream = inputs.flag(STREAM).unwrap_or(false);
+        if stream && !model.decoupled() {
+            let reason = "is true, but the model's transaction policy is not decoupled: it has one response a request";
+            return Err(ServerError::bad_input(format!("input '{STREAM}'"), reason));
+        }
+        let exclude_input = inputs.flag(EXCLUDE_INPUT);
+        if stream && exclude_input == Some(false) {
+            let reason = "is false, which does not go with stream: deltas never repeat the prompt";
+            return Err(ServerError::bad_input(format!("input '{EXCLUDE_INPUT}'"), reason));
+        }
+        let prompt: Arc<str> = inputs.text(TEXT_INPUT)?.unwrap_or_default().into();
+        if prompt.is_empty() {
+            return Err(ServerError::bad_input(format!("input '{TEXT_INPUT}'"), "the prompt is empty"));
+        }
+        let mut params = match inputs.text(SAMPLING_PARAMETERS)? {
+            Some(json) => GenerateParams::from_json(SAMPLING_PARAMETERS, json, false)?,
+            None => GenerateParams::from_map(&parameters.sampling, false)?,
+        };
+        if parameters.priority > 0 {
+            params.priority = parameters.priority;
+        }
+        let lists_logprobs = params.logprobs.is_some();
+        if inputs.flag(RETURN_CUMULATIVE_LOGPROB) == Some(true) {
+            params.logprobs.get_or_insert(0);
+        }
+        let asked = |by: &str| inputs.flag(by) == Some(true);
+        let outputs = [
+            (TEXT_OUTPUT, true),
+            (FINISH_REASON, asked(RETURN_FINISH_REASON)),
+            (CUMULATIVE_LOGPROB, asked(RETURN_CUMULATIVE_LOGPROB)),
+            (LOGPROBS, asked(RETURN_LOGPROBS)),
+            (NUM_INPUT_TOKENS, asked(RETURN_NUM_INPUT_TOKENS)),
+            (NUM_OUTPUT_TOKENS, asked(RETURN_NUM_OUTPUT_TOKENS)),
+        ];
+        let wanted = |name: &&str| requested.is_empty() || requested.contains(name);
+        let outputs = outputs.iter().filter(|(_, asked)| *asked).map(|(name, _)| *name).filter(wanted).collect();
+        let echo = (!stream && exclude_input != Some(true)).then(|| prompt.clone());
+        let mut generate = GenerateRequest::new(Prompt::Text(prompt), params, Dialect::Tensors);
+        generate.queue_timeout = parameters.queue_timeout;
+        let answer = Answer {
+            model: model.clone(),
+            id: request.id,
+            form: inputs.form,
+            outputs,
+            echo,
+            warnings: generate.params.warnings.clone(),
+            lists_logprobs,
+            cumulative_logprob: 0.0,
+        };
+        Ok(Call { model, stream, request: generate, answer })
+    }
+
+    /// The one response of a request that does not stream.
+    ///
+    /// # Errors
+    /// As the generation's.
+    pub async fn whole(&mut self) -> Result<ModelInferResponse> {
+        let generation = self.model.served.generate(self.request.clone()).await?;
+        let prompt_tokens = generation.prompt_tokens();
+        let whole = Box::pin(generation.whole()).await?;
+        let chunk = Chunk {
+            text: whole.text,
+            token_ids: whole.token_ids,
+            logprobs: whole.logprobs,
+            prompt_logprobs: whole.prompt_logprobs,
+            finish: Some(whole.finish),
+        };
+        Ok(self.answer.response(chunk, prompt_tokens))
+    }
+}
+
+impl Answer {
+    /// The response that carries `chunk`.
+    pub fn response(&mut self, chunk: Chunk, prompt_tokens: usize) -> ModelInferResponse {
+        self.cumulative_logprob += chunk.logprobs.iter().map(|entry| f64::from(entry.token.logprob)).sum::<f64>();
+        let num_tokens = chunk.token_ids.len() as u32;
+        let text = match self.echo.take() {
+            Some(prompt) => format!("{prompt}{}", chunk.text),
+            None => chunk.text,
+        };
+        let mut text = Some(text);
+        let finish = chunk.finish.as_ref().map_or(NOT_FINISHED, |finish| FinishReason::name(finish.reason));
+        let output = |name: &'static str| {
+            let elements = match name {
+                FINISH_REASON => Elements::Strings(vec![finish.to_owned()]),
+                CUMULATIVE_LOGPROB => Elements::Floats(vec![self.cumulative_logprob as f32]),
+                LOGPROBS => Elements::Strings(vec![self.logprobs_json(&chunk.logprobs)]),
+                NUM_INPUT_TOKENS => Elements::Counts(vec![prompt_tokens as u32]),
+                NUM_OUTPUT_TOKENS => Elements::Counts(vec![num_tokens]),
+                _ => Elements::Strings(vec![text.take().unwrap_or_default()]),
+            };
+            Output { name, elements }
+        };
+        let outputs = self.outputs.iter().copied().map(output).collect();
+        let mut parameters = HashMap::new();
+        if chunk.finish.is_some() && !self.warnings.is_empty() {
+            let warnings = ParameterChoice::StringParam(self.warnings.join("; "));
+            parameters.insert(WARNINGS.into(), InferParameter { parameter_choice: Some(warnings) });
+        }
+        let (outputs, raw_output_contents) = encode(outputs, self.form, self.model.config.max_batch_size > 0);
+        ModelInferResponse {
+            model_name: self.model.name().into(),
+            model_version: self.model.version.to_string(),
+            id: self.id.clone(),
+            parameters,
+            outputs,
+            raw_output_contents,
+        }
+    }
+
+    /// A list with an object a token: ids to their log-probability, rank and text; `null` if the request did not ask for any.
+    fn logprobs_json(&self, logprobs: &[TokenLogprobs]) -> String {
+        if !self.lists_logprobs {
+            return "null".into();
+        }
+        let tokenizer = self.model.served.tokenizer();
+        let tokens = logprobs.iter().map(|entry| {
+            let mut object = Map::new();
+            for ranked in std::iter::once(&entry.token).chain(&entry.top) {
+                let (text, _) = tokenizer.token_text(ranked.token);
+                let value = json!({ "logprob": ranked.logprob, "rank": ranked.rank, "decoded_token": text });
+                object.insert(ranked.token.to_string(), value);
+            }
+            Value::Object(object)
+        });
+        Value::Array(tokens.collect()).to_string()
+    }
+}
+
+/// A response's parameter.
+pub fn bool_parameter(value: bool) -> InferParameter {
+    InferParameter { parameter_choice: Some(ParameterChoice::BoolParam(value)) }
+}

@@ -1,0 +1,165 @@
+//! What an operator may set for one rank.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use drafthorse_kernels::{DType, Device};
+
+use crate::error::{Result, WorkerError};
+use crate::spec::SpeculateConfig;
+
+/// Where a rank runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceKind {
+    #[default]
+    Cpu,
+}
+
+/// What activations and the KV cache are stored in; sums are always f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ActivationDtype {
+    #[default]
+    Float32,
+    Bfloat16,
+}
+
+/// Settings of a rank. The defaults suit a CPU and a small model.
+#[derive(Clone, Debug)]
+pub struct WorkerConfig {
+    /// A checkpoint in Hugging Face's layout.
+    pub model_dir: PathBuf,
+    pub device: DeviceKind,
+    pub dtype: ActivationDtype,
+    /// `weight_only_int8` or `weight_only_int4`: quantize at load. `None` keeps what the checkpoint has.
+    pub quant_type: Option<String>,
+    /// `weightonly_group_size`: neighbouring inputs that share a scale, -1 for all of a row. `None`: the type's default.
+    pub quant_group_size: Option<i64>,
+    /// Most sequences in one step; as many slots.
+    pub max_num_seqs: u32,
+    /// Most tokens in one step, over all sequences; sizes the workspace.
+    pub max_num_batched_tokens: u32,
+    /// Most tokens of one sequence. `None`: the model's context, or as much of it as the KV cache holds.
+    pub max_model_len: Option<u32>,
+    /// Tokens of KV in one block.
+    pub block_size: u32,
+    /// Bytes of KV cache. On the CPU it takes memory only as it fills.
+    pub kv_cache_bytes: u64,
+    /// Bound on weights, workspace, slots and KV cache together; `None` sets none.
+    pub memory_bytes: Option<u64>,
+    /// Threads of the process-wide CPU pool, if no model has started it; `None`: one a core.
+    pub num_threads: Option<usize>,
+    pub speculate: SpeculateConfig,
+}
+
+impl Default for WorkerConfig {
+    fn default() -> Self {
+        WorkerConfig {
+            model_dir: PathBuf::new(),
+            device: DeviceKind::Cpu,
+            dtype: ActivationDtype::Float32,
+            quant_type: None,
+            quant_group_size: None,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            max_model_len: None,
+            block_size: 16,
+            kv_cache_bytes: 512 << 20,
+            memory_bytes: None,
+            num_threads: None,
+            speculate: SpeculateConfig::default(),
+        }
+    }
+}
+
+impl WorkerConfig {
+    /// Checks what the types cannot say.
+    pub(crate) fn validate(&self) -> Result<()> {
+        let setting = |field, got: u64, must: String| Err(WorkerError::Setting { field, got: got.to_string(), must });
+        // Positions and counts are i32 on the device.
+        let most = i32::MAX as u64;
+        for (field, got) in [
+            ("max_num_seqs", u64::from(self.max_num_seqs)),
+            ("max_num_batched_tokens", u64::from(self.max_num_batched_tokens)),
+            ("num_threads", self.num_threads.unwrap_or(1) as u64),
+        ] {
+            if got == 0 || got > most {
+                return setting(field, got, format!("1 to {most}"));
+            }
+        }
+        if ![16, 32, 64, 128].contains(&self.block_size) {
+            return setting("block_size", self.block_size.into(), "16, 32, 64 or 128".into());
+        }
+        if self.max_num_batched_tokens < self.max_num_seqs {
+            let must = format!("at least max_num_seqs, {}: each running sequence takes a token", self.max_num_seqs);
+            return setting("max_num_batched_tokens", self.max_num_batched_tokens.into(), must);
+        }
+        Ok(())
+    }
+}
+
+impl DeviceKind {
+    pub(crate) fn open(self) -> Device {
+        match self {
+            DeviceKind::Cpu => Device::Cpu,
+        }
+    }
+}
+
+impl ActivationDtype {
+    /// The name that settings use.
+    pub const fn name(self) -> &'static str {
+        self.dtype().name()
+    }
+
+    pub(crate) const fn dtype(self) -> DType {
+        match self {
+            ActivationDtype::Float32 => DType::F32,
+            ActivationDtype::Bfloat16 => DType::BF16,
+        }
+    }
+}
+
+impl fmt::Display for ActivationDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ActivationDtype {
+    type Err = WorkerError;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "float32" => Ok(ActivationDtype::Float32),
+            "bfloat16" => Ok(ActivationDtype::Bfloat16),
+            _ => Err(WorkerError::Setting { field: "dtype", got: name.into(), must: "float32 or bfloat16".into() }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(change: impl FnOnce(&mut WorkerConfig)) -> String {
+        let mut config = WorkerConfig::default();
+        config.validate().unwrap();
+        change(&mut config);
+        config.validate().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_its_field_and_bound() {
+        assert_eq!(refused(|c| c.max_num_seqs = 0), "max_num_seqs is 0, must be 1 to 2147483647");
+        assert_eq!(refused(|c| c.block_size = 12), "block_size is 12, must be 16, 32, 64 or 128");
+        assert_eq!(
+            refused(|c| c.max_num_batched_tokens = 63),
+            "max_num_batched_tokens is 63, must be at least max_num_seqs, 64: each running sequence takes a token"
+        );
+        assert_eq!(
+            "float16".parse::<ActivationDtype>().unwrap_err().to_string(),
+            "dtype is float16, must be float32 or bfloat16"
+        );
+    }
+}

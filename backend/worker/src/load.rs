@@ -1,0 +1,159 @@
+//! From settings to a runner: the checkpoint, the memory plan, and everything that lives as long as the model.
+
+use drafthorse_control::Ready;
+use drafthorse_kernels::{DType, Device, Solo, Workspace, pool};
+use drafthorse_model::{Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Model, QuantType, StepSize};
+use tracing::warn;
+
+use crate::config::WorkerConfig;
+use crate::error::Result;
+use crate::inputs::Inputs;
+use crate::memory::{MemoryPlan, Needs};
+use crate::runner::Runner;
+use crate::sampler::{LOGIT_ROWS, Sampler};
+use crate::slots::{SlotSizes, Slots};
+use crate::spec::{self, Proposer};
+
+/// How far loading has come.
+#[derive(Clone, Debug)]
+pub enum Progress {
+    /// Bytes of the checkpoint read, and all there are.
+    Weights {
+        done: u64,
+        total: u64,
+    },
+    Planned(MemoryPlan),
+}
+
+/// A network and what must be known of it to run it.
+pub(crate) struct Network {
+    pub model: Box<dyn Model>,
+    pub vocab_size: usize,
+    pub hidden: usize,
+    /// Positions it was made for.
+    pub context: usize,
+    pub weight_bytes: u64,
+}
+
+/// Steps in flight: on the CPU the next one gains nothing by waiting in line.
+const PIPELINE_DEPTH: u32 = 1;
+
+/// Loads what `config` names.
+///
+/// # Errors
+/// `Setting`, `Memory`, or `Model` with what is wrong with the checkpoint.
+pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) -> Result<(Runner, Ready)> {
+    config.validate()?;
+    let proposer = spec::proposer(&config.speculate)?;
+    if let Some(num_threads) = config.num_threads
+        && let Err(running) = pool::set_threads(num_threads)
+    {
+        warn!(num_threads, running, "the cpu pool runs already, its number of threads stays");
+    }
+    let device = config.device.open();
+    let network = network(config, &device, progress)?;
+    assemble(config, &device, network, proposer, progress)
+}
+
+fn network(config: &WorkerConfig, device: &Device, progress: &(dyn Fn(Progress) + Send)) -> Result<Network> {
+    let report = |at: LoadProgress| progress(Progress::Weights { done: at.read_bytes, total: at.total_bytes });
+    let options = LoadOptions {
+        device: device.clone(),
+        dtype: config.dtype.dtype(),
+        quant: config.quant_type.clone().map(|name| QuantType { name, group_size: config.quant_group_size }),
+        progress: Some(&report),
+        ..LoadOptions::default()
+    };
+    let loaded = drafthorse_model::load(&config.model_dir, options)?;
+    Ok(Network {
+        model: loaded.model,
+        vocab_size: loaded.config.vocab_size,
+        hidden: loaded.config.hidden_size,
+        context: loaded.config.max_position_embeddings,
+        weight_bytes: loaded.weight_bytes as u64,
+    })
+}
+
+/// Plans the memory and takes it all.
+pub(crate) fn assemble(
+    config: &WorkerConfig,
+    device: &Device,
+    network: Network,
+    proposer: Option<Box<dyn Proposer>>,
+    progress: &(dyn Fn(Progress) + Send),
+) -> Result<(Runner, Ready)> {
+    let Network { model, vocab_size, hidden, context, weight_bytes } = network;
+    let (max_tokens, max_seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
+    let dtype = config.dtype.dtype();
+    let max_drafts = proposer.as_ref().map_or(0, |proposer| proposer.max_drafts());
+    let block_size = config.block_size as usize;
+    let layout = KvLayout { layers: model.kv_layers(), block_size, dtype };
+
+    let longest = config.max_model_len.map_or(context, |len| len as usize).min(context);
+    let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: LOGIT_ROWS, max_kv_len: longest };
+    let workspace_bytes =
+        model.workspace_bytes(step) + wanted_rows_bytes(hidden, dtype) + Sampler::workspace_bytes(vocab_size);
+    let slot_sizes = |max_model_len: usize, num_blocks: usize| SlotSizes {
+        num_slots: max_seqs,
+        // A step planned before the end of a sequence was known may reserve room past it.
+        max_blocks: (max_model_len + (max_drafts + 1) * PIPELINE_DEPTH as usize).div_ceil(block_size),
+        block_size,
+        num_blocks,
+        max_model_len,
+        max_drafts,
+        vocab_size,
+        hidden,
+        dtype,
+    };
+    let plan = MemoryPlan::new(&Needs {
+        weight_bytes,
+        workspace_bytes: workspace_bytes as u64,
+        slot_bytes: slot_sizes(longest, 0).bytes(),
+        block_bytes: layout.block_bytes() as u64,
+        kv_cache_bytes: config.kv_cache_bytes,
+        block_size: config.block_size,
+        max_model_len: config.max_model_len,
+        context: u32::try_from(context).unwrap_or(u32::MAX),
+        memory_bytes: config.memory_bytes,
+    })?;
+    plan.log();
+    progress(Progress::Planned(plan.clone()));
+
+    let max_model_len = plan.max_model_len as usize;
+    let sizes = slot_sizes(max_model_len, plan.num_blocks as usize);
+    // A chunk of n prompt tokens wants the logits of n of them, the first from the chunk before, and of the next token.
+    let max_logit_rows = max_tokens + max_seqs;
+    let limits = BatchLimits { max_tokens, max_seqs, max_blocks_per_seq: sizes.max_blocks, max_logit_rows };
+    let ready = Ready {
+        num_blocks: plan.num_blocks,
+        block_size: plan.block_size,
+        max_model_len: plan.max_model_len,
+        vocab_size: vocab_size as u32,
+        max_drafts: max_drafts as u32,
+        needs_host_tokens: proposer.as_ref().is_some_and(|proposer| proposer.needs_host_tokens()),
+        pipeline_depth: PIPELINE_DEPTH,
+        weight_bytes,
+        kv_bytes: plan.kv_bytes,
+        workspace_bytes: plan.workspace_bytes,
+    };
+    let runner = Runner {
+        model,
+        kv: KvCache::new(device, layout, plan.num_blocks as usize)?,
+        workspace: Workspace::new(device, workspace_bytes)?,
+        comm: Box::new(Solo::default()),
+        batch: Batch::new(device, limits)?,
+        inputs: Inputs::new(max_logit_rows, max_seqs),
+        slots: Slots::new(device, sizes)?,
+        sampler: Sampler::new(device, max_logit_rows)?,
+        proposer,
+        propose_rows: Vec::with_capacity(max_seqs),
+        max_model_len,
+        last_step: 0,
+    };
+    Ok((runner, ready))
+}
+
+/// The gathered hidden states of one chunk of logits.
+fn wanted_rows_bytes(hidden: usize, dtype: DType) -> usize {
+    (LOGIT_ROWS * hidden * dtype.bytes()).next_multiple_of(64)
+}

@@ -1,0 +1,51 @@
+//! The seam for draft methods.
+
+use std::ops::Range;
+
+use drafthorse_control::Slot;
+use drafthorse_kernels::Tensor;
+use drafthorse_model::Forward;
+
+use crate::error::Result;
+use crate::slots::Slots;
+
+/// One sequence of the step that has just been verified; those that ended or failed are left out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProposeRow {
+    pub slot: Slot,
+    /// Its rows of [`Propose::hidden`] that hold: those of rejected drafts are left out.
+    pub hidden: Range<usize>,
+    /// False while the prompt is unfinished: fill the drafter's KV cache, propose nothing.
+    pub wants_drafts: bool,
+    /// Most drafts that can be of use: more would lie past the sequence's end.
+    pub room: usize,
+}
+
+/// What a proposer works with.
+pub struct Propose<'a> {
+    pub rows: &'a [ProposeRow],
+    /// Histories to read, drafts to write. A slot named in `rows` holds no drafts at first.
+    pub slots: &'a mut Slots,
+    /// The target's last hidden states, `[tokens, hidden]`.
+    pub hidden: &'a Tensor,
+    /// What a drafter's model is handed; its batch is still the target's.
+    pub forward: Forward<'a>,
+}
+
+/// Guesses the tokens that follow each row's history.
+///
+/// Runs on every rank alike: equal rows must give equal drafts, since no rank sends its drafts to another.
+pub trait Proposer: Send {
+    /// The most drafts it ever proposes for one row. The scheduler reserves KV blocks for that many.
+    fn max_drafts(&self) -> usize;
+
+    /// True if it reads the accepted tokens on the host: then no step may run ahead of its result.
+    fn needs_host_tokens(&self) -> bool;
+
+    /// Writes drafts to the slots of `step.rows` through [`Slots::draft`], at most
+    /// [`max_drafts`](Self::max_drafts) and at most `room` each. None is a valid guess.
+    ///
+    /// # Errors
+    /// If the drafter's model fails: that ends the group.
+    fn propose(&mut self, step: &mut Propose<'_>) -> Result<()>;
+}

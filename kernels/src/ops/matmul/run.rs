@@ -1,0 +1,233 @@
+//! Checks, and the split of a product over threads, rows and blocks.
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use super::activations::{Activations, num_tiles, pack_bytes, tile_rows};
+use super::panel::{Panel, Unpack};
+use super::tile::{self, Tile, TileScales};
+use super::{Format, MAX_ROWS, Packed};
+use crate::dtype::{DType, Float};
+use crate::error::{KernelError, Result};
+use crate::pool::{SharedMut, num_threads, parallel_for};
+use crate::simd::{LANES, Level};
+use crate::tensor::Tensor;
+use crate::with_float;
+use crate::workspace::Workspace;
+
+/// Up to this many tiles of rows, weights are multiplied straight from their packed form, which is unpacked anew for each tile.
+const FEW_TILES: usize = 2;
+
+/// Inputs of a panel: 16 KiB, half of a usual L1 cache.
+const PANEL_INPUTS: usize = 256;
+/// Blocks in panels at a time, at most.
+const PANEL_BLOCKS: usize = 2;
+/// Tiles that go over a panel in turn: their activations stay in the L2 cache.
+const PANEL_TILES: usize = 32;
+
+/// Numbers one tile puts out at most.
+const TILE_OUT: usize = MAX_ROWS * PANEL_BLOCKS * LANES;
+
+/// Bytes of workspace that a matmul of `num_rows` rows and `inputs` inputs takes, whatever the format.
+pub fn workspace_bytes(num_rows: usize, inputs: usize) -> usize {
+    pack_bytes(num_rows, inputs)
+}
+
+/// `y = x @ weightᵀ`; the contract is in the ops' folders.
+pub(crate) fn matmul<F: Format>(x: &Tensor, weight: &Packed<F>, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
+    matmul_at(Level::best(), x, weight, y, workspace)
+}
+
+/// [`matmul`] with given instructions, which must be available.
+pub(crate) fn matmul_at<F: Format>(
+    level: Level,
+    x: &Tensor,
+    weight: &Packed<F>,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    let (num_rows, _) = x.rows_cols();
+    x.expect_shape(F::OP, "x", [num_rows, weight.inputs])?;
+    y.expect_shape(F::OP, "y", [num_rows, weight.outputs])?;
+    if num_rows == 0 {
+        return Ok(());
+    }
+    let activations = with_float!(F::OP, "x", x.dtype(), T => Activations::pack(x.as_slice::<T>(), weight, workspace)?);
+    with_float!(F::OP, "y", y.dtype(), T => {
+        let y = SharedMut::new(y.as_mut_slice::<T>());
+        Product { level, activations: &activations, weight, y }.run();
+    });
+    Ok(())
+}
+
+/// `y[i] = weight[ids[i]]`.
+pub(crate) fn gather<F: Format>(weight: &Packed<F>, ids: &Tensor, y: &mut Tensor) -> Result<()> {
+    const WANT: &str = "a row of the weight";
+    let (_, num_ids) = ids.rows_cols();
+    ids.expect_dtype(F::OP, "ids", DType::I32)?;
+    ids.expect_shape(F::OP, "ids", [num_ids])?;
+    y.expect_shape(F::OP, "y", [num_ids, weight.inputs])?;
+    let ids = ids.as_slice::<i32>();
+    if let Some(&id) = ids.iter().find(|&&id| usize::try_from(id).map_or(true, |id| id >= weight.outputs)) {
+        return Err(KernelError::Value { op: F::OP, arg: "id", got: i64::from(id), want: WANT });
+    }
+    with_float!(F::OP, "y", y.dtype(), T => {
+        for (&id, y) in ids.iter().zip(y.as_mut_slice::<T>().chunks_mut(weight.inputs)) {
+            weight.read_row(id as usize, y);
+        }
+    });
+    Ok(())
+}
+
+struct Product<'a, F: Format, T> {
+    level: Level,
+    activations: &'a Activations,
+    weight: &'a Packed<F>,
+    y: SharedMut<T>,
+}
+
+impl<F: Format, T: Float> Product<'_, F, T> {
+    fn run(&self) {
+        let (blocks, threads) = (self.weight.num_blocks(), num_threads());
+        let tiles = num_tiles(self.activations.num_rows);
+        if tiles <= FEW_TILES {
+            // A chunk a thread while weights are small; more when a thread that is held up would be waited for.
+            let per_thread = (self.weight.size_bytes() / (threads * 256 * 1024)).clamp(1, 8);
+            let chunks = (threads * per_thread).min(blocks);
+            parallel_for(chunks, &|i| self.few_rows(even(blocks, chunks, i)));
+        } else {
+            let row_chunks = tiles.div_ceil(PANEL_TILES);
+            let chunks = (threads * 12).div_ceil(row_chunks).min(blocks);
+            parallel_for(row_chunks * chunks, &|i| {
+                self.many_rows(even(tiles, row_chunks, i / chunks), even(blocks, chunks, i % chunks));
+            });
+        }
+    }
+
+    /// All rows times `blocks`, each tile reading the packed lines.
+    fn few_rows(&self, blocks: Range<usize>) {
+        let tiles = num_tiles(self.activations.num_rows);
+        let most_rows = tile_rows(self.activations.num_rows, tiles - 1).len();
+        let scales = self.weight.scales.as_ref();
+        let mut first = blocks.start;
+        while first < blocks.end {
+            let num_blocks = tile::num_blocks(self.level, most_rows, blocks.end - first);
+            let block_bytes = self.weight.block_bytes();
+            // The same place in the next blocks, unless that is so far that it would push out what is in use.
+            let ahead = num_blocks * block_bytes;
+            let prefetch = if ahead <= 128 * 1024 { ahead } else { 2048 };
+            for i in 0..tiles {
+                let rows = tile_rows(self.activations.num_rows, i);
+                let (x, sums) = self.activations.tile(&rows);
+                let mut out = [0.0f32; TILE_OUT];
+                let num_groups = scales.map_or(1, |scales| scales.num_groups);
+                let tile = Tile {
+                    lines: self.weight.block(first),
+                    block_bytes,
+                    prefetch: if i == 0 { prefetch } else { 0 },
+                    x,
+                    num_groups,
+                    lines_per_group: self.weight.num_lines / num_groups,
+                    resumes: false,
+                    scales: scales.map(|scales| TileScales {
+                        layout: scales.layout,
+                        records: scales.block(first),
+                        block_bytes: scales.block_bytes(),
+                        sums,
+                    }),
+                    out: out.as_mut_ptr(),
+                };
+                // SAFETY: the weight holds these blocks, the activations these rows; `out` has room for any tile.
+                unsafe { tile::run::<F>(self.level, rows.len(), num_blocks, tile) };
+                self.store(rows, first, num_blocks, &out);
+            }
+            first += num_blocks;
+        }
+    }
+
+    /// Tiles `tiles` times `blocks`, through panels.
+    fn many_rows(&self, tiles: Range<usize>, blocks: Range<usize>) {
+        let scales = self.weight.scales.as_ref();
+        let whole = self.weight.num_lines * F::LINE;
+        // A panel holds whole groups, or a part of the only one.
+        let grouped = scales.filter(|scales| scales.num_groups > 1);
+        let unit = grouped.map_or(super::PAD, |scales| scales.group);
+        let units = whole / unit;
+        let parts = units.div_ceil(PANEL_INPUTS / unit);
+        let rows_of = |tile: usize| tile_rows(self.activations.num_rows, tile);
+        let most_rows = tiles.clone().map(|tile| rows_of(tile).len()).max().unwrap_or(1);
+
+        let mut panel = MaybeUninit::<[f32; PANEL_INPUTS * LANES * PANEL_BLOCKS]>::uninit();
+        let mut out = [0.0f32; PANEL_TILES * TILE_OUT];
+        let mut first = blocks.start;
+        while first < blocks.end {
+            let num_blocks = tile::num_blocks(self.level, most_rows, blocks.end - first).min(PANEL_BLOCKS);
+            out[..tiles.len() * TILE_OUT].fill(0.0);
+            for part in 0..parts {
+                let inputs = even(units, parts, part);
+                let (inputs, last) = (inputs.start * unit..inputs.end * unit, part + 1 == parts);
+                let panel_at = panel.as_mut_ptr().cast::<f32>();
+                for b in 0..num_blocks {
+                    // SAFETY: the line of the first input is in the block, and the panel has room for `inputs`.
+                    unsafe {
+                        self.level.run(Unpack::<F> {
+                            lines: self.weight.block(first + b).add(inputs.start / F::LINE * F::LINE_BYTES),
+                            num_lines: inputs.len() / F::LINE,
+                            to: panel_at.add(b * inputs.len() * LANES),
+                            _format: PhantomData,
+                        });
+                    }
+                }
+                for (i, out) in tiles.clone().zip(out.chunks_mut(TILE_OUT)) {
+                    let rows = rows_of(i);
+                    let (x, sums) = self.activations.tile(&rows);
+                    let first_group = grouped.map_or(0, |scales| inputs.start / scales.group);
+                    let num_groups = grouped.map_or(1, |scales| inputs.len() / scales.group);
+                    // SAFETY: as in `few_rows`; the panel was filled above for these inputs and blocks.
+                    unsafe {
+                        let tile = Tile {
+                            lines: panel_at.cast(),
+                            block_bytes: inputs.len() * LANES * 4,
+                            prefetch: 0,
+                            x: x.add(inputs.start * rows.len()),
+                            num_groups,
+                            lines_per_group: inputs.len() / num_groups / Panel::<F>::LINE,
+                            resumes: grouped.is_none(),
+                            scales: scales.filter(|_| last || grouped.is_some()).map(|scales| TileScales {
+                                layout: scales.layout,
+                                records: scales.block(first).add(first_group * scales.layout.bytes()),
+                                block_bytes: scales.block_bytes(),
+                                sums: sums.wrapping_add(first_group * rows.len()),
+                            }),
+                            out: out.as_mut_ptr(),
+                        };
+                        tile::run::<Panel<F>>(self.level, rows.len(), num_blocks, tile);
+                    }
+                }
+            }
+            for (i, out) in tiles.clone().zip(out.chunks(TILE_OUT)) {
+                self.store(rows_of(i), first, num_blocks, out);
+            }
+            first += num_blocks;
+        }
+    }
+
+    /// Rounds `out[row][block][16]` to where it belongs in y; lanes past the last output are dropped.
+    fn store(&self, rows: Range<usize>, first_block: usize, num_blocks: usize, out: &[f32]) {
+        let outputs = self.weight.outputs;
+        let columns = first_block * LANES..outputs.min((first_block + num_blocks) * LANES);
+        for (row, out) in rows.zip(out.chunks(num_blocks * LANES)) {
+            // SAFETY: tasks own different blocks or rows, so no two write the same part.
+            let y = unsafe { self.y.slice(row * outputs + columns.start..row * outputs + columns.end) };
+            for (y, &value) in y.iter_mut().zip(out) {
+                *y = T::from_f32(value);
+            }
+        }
+    }
+}
+
+/// Part `i` of `total` cut into `parts` as even as can be.
+fn even(total: usize, parts: usize, i: usize) -> Range<usize> {
+    i * total / parts..(i + 1) * total / parts
+}
