@@ -77,6 +77,11 @@ impl Workspace {
         }
     }
 
+    /// Where the first tensor lies.
+    pub(crate) fn device_address(&self) -> u64 {
+        self.arena.buffer.address().as_ptr() as u64
+    }
+
     pub fn device(&self) -> &Device {
         &self.device
     }

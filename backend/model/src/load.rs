@@ -19,6 +19,8 @@ pub struct LoadOptions<'a> {
     /// Quantize the weights while they load.
     pub quant: Option<QuantType>,
     pub place: Place,
+    /// Read `config.json` alone and make the weights up: for measuring, no text comes of it.
+    pub random_weights: bool,
     /// Index of the model's first layer in the KV cache: 0, or for a drafter the number of the target's layers.
     pub first_kv_layer: usize,
     /// Called on the loading thread as bytes come in.
@@ -33,6 +35,7 @@ impl Default for LoadOptions<'_> {
             dtype: DType::F32,
             quant: None,
             place: Place::ALONE,
+            random_weights: false,
             first_kv_layer: 0,
             progress: None,
         }
@@ -59,22 +62,25 @@ pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
     let config = ModelConfig::from_dir(dir)?;
     let build = models::builder(&config.architecture)?;
     let schemes = quant::schemes(options.quant.as_ref(), config.quantization.as_ref())?;
-    let checkpoint = Checkpoint::open(dir)?;
+    let checkpoint = match options.random_weights {
+        false => Checkpoint::open(dir)?,
+        true => Checkpoint::random(),
+    };
 
-    let context = |progress| {
-        let mut context = LoadContext::new(&checkpoint, &config, &schemes, &options.device, options.dtype);
+    let context = |device, progress| {
+        let mut context = LoadContext::new(&checkpoint, &config, &schemes, device, options.dtype);
         context.place = options.place;
         context.first_kv_layer = options.first_kv_layer;
         context.progress = progress;
         context
     };
-    // Once over all tensors without reading them: memory that nothing is written to costs nothing.
+    // Once over all tensors without reading them: on the CPU memory that nothing is written to costs nothing.
     checkpoint.set_checking(true);
-    build(&context(None).root())?;
+    build(&context(&Device::Cpu, None).root())?;
     checkpoint.verdict()?;
 
     checkpoint.set_checking(false);
-    let context = context(options.progress);
+    let context = context(&options.device, options.progress);
     let model = build(&context.root())?;
     let weight_bytes = context.weight_bytes();
     let quantization = schemes.name();

@@ -2,6 +2,8 @@
 
 mod cpu;
 pub mod cuda;
+mod recording;
+mod staging;
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -10,6 +12,8 @@ use std::sync::Arc;
 use cpu::HostBuffer;
 use cuda::CudaBuffer;
 pub use cuda::CudaDevice;
+pub use recording::Recording;
+pub use staging::{Readback, Staged, Staging};
 
 use crate::error::Result;
 
@@ -52,6 +56,17 @@ impl Device {
         match self {
             Device::Cpu => HostBuffer::zeroed(what, bytes).map(Buffer::Host),
             Device::Cuda(device) => CudaBuffer::zeroed(device, what, bytes).map(Buffer::Cuda),
+        }
+    }
+
+    /// Bytes of its memory, free now and in all; `None` for the CPU, whose memory is not ours to share out.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn memory_bytes(&self) -> Result<Option<(usize, usize)>> {
+        match self {
+            Device::Cpu => Ok(None),
+            Device::Cuda(device) => device.memory_bytes().map(Some),
         }
     }
 

@@ -22,7 +22,10 @@ impl Graph {
     ///
     /// # Errors
     /// `work`'s own error, or `Driver` if it did what cannot be captured (allocate, synchronise, load a kernel).
-    pub fn capture(device: &Arc<CudaDevice>, work: impl FnOnce() -> Result<()>) -> Result<Self> {
+    pub fn capture<E: From<KernelError>>(
+        device: &Arc<CudaDevice>,
+        work: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Self, E> {
         let driver = |what| move |source| KernelError::Driver { what, source };
         device.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

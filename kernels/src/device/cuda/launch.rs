@@ -8,30 +8,42 @@ use super::CudaDevice;
 use crate::error::{KernelError, Result};
 use crate::tensor::Tensor;
 
-/// A value passed to a kernel: an address or a number, by its bits.
+/// A value passed to a kernel: an address or a number by its bits, or a struct of 4-byte numbers.
 #[derive(Clone, Copy)]
-pub(crate) struct Arg([u8; 8]);
+pub(crate) enum Arg<'a> {
+    Word([u8; 8]),
+    Struct(&'a [u32]),
+}
+
+impl Arg<'_> {
+    fn address(&self) -> *mut c_void {
+        match self {
+            Arg::Word(bits) => bits.as_ptr().cast_mut().cast(),
+            Arg::Struct(numbers) => numbers.as_ptr().cast_mut().cast(),
+        }
+    }
+}
 
 macro_rules! arg_from {
     ($($number:ty),*) => {$(
-        impl From<$number> for Arg {
+        impl From<$number> for Arg<'_> {
             fn from(value: $number) -> Self {
                 let mut bits = [0; 8];
                 bits[..size_of::<$number>()].copy_from_slice(&value.to_ne_bytes());
-                Arg(bits)
+                Arg::Word(bits)
             }
         }
     )*};
 }
 arg_from!(u32, i32, u64, f32);
 
-impl From<&Tensor> for Arg {
+impl From<&Tensor> for Arg<'_> {
     fn from(tensor: &Tensor) -> Self {
         Arg::from(tensor.device_address())
     }
 }
 
-impl From<&mut Tensor> for Arg {
+impl From<&mut Tensor> for Arg<'_> {
     fn from(tensor: &mut Tensor) -> Self {
         Arg::from(tensor.device_address())
     }
@@ -72,7 +84,7 @@ impl Launch {
         device: &CudaDevice,
         source: &'static str,
         kernel: &'static str,
-        args: &[Arg],
+        args: &[Arg<'_>],
     ) -> Result<()> {
         if self.grid.contains(&0) {
             return Ok(());
@@ -82,7 +94,7 @@ impl Launch {
         let mut pointers = [std::ptr::null_mut::<c_void>(); 24];
         assert!(args.len() <= pointers.len(), "{kernel} takes more than {} arguments", pointers.len());
         for (pointer, arg) in pointers.iter_mut().zip(args) {
-            *pointer = std::ptr::from_ref(&arg.0).cast_mut().cast();
+            *pointer = arg.address();
         }
         let mut attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

@@ -57,6 +57,28 @@ impl CudaDevice {
         self.synchronize()
     }
 
+    /// Puts a copy from page-locked memory on the stream.
+    ///
+    /// # Safety
+    /// `to` must be the start of as many bytes of this device's memory, and `from` must stay as it is until the stream has passed.
+    pub(crate) unsafe fn write_later(&self, to: *mut u8, from: &[u8]) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the caller's promise.
+        unsafe { result::memcpy_htod_async(to as sys::CUdeviceptr, from, self.stream) }
+            .map_err(|source| KernelError::Driver { what: "cuMemcpyHtoDAsync", source })
+    }
+
+    /// Puts a copy from place to place of this device's memory on the stream.
+    ///
+    /// # Safety
+    /// Both must be the start of `bytes` bytes of this device's memory, which do not overlap.
+    pub(crate) unsafe fn copy(&self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the caller's promise.
+        unsafe { result::memcpy_dtod_async(to as sys::CUdeviceptr, from as sys::CUdeviceptr, bytes, self.stream) }
+            .map_err(|source| KernelError::Driver { what: "cuMemcpyDtoDAsync", source })
+    }
+
     /// Copies to the host, after all work before it.
     ///
     /// # Safety

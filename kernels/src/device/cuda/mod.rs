@@ -19,7 +19,7 @@ use cudarc::driver::{result, sys};
 pub(crate) use blas::Product;
 pub use event::Event;
 pub use graph::Graph;
-pub(crate) use launch::Launch;
+pub(crate) use launch::{Arg, Launch};
 pub(crate) use memory::CudaBuffer;
 pub use memory::Pinned;
 

@@ -1,4 +1,4 @@
-//! Launches `decode.cu`.
+//! Launches `decode.cu` for sequences of few query tokens in the step, `prefill.cu` for the others.
 
 use super::{Heads, OP, Ragged};
 use crate::device::cuda::{COUNTERS, CudaDevice, Launch};
@@ -8,11 +8,15 @@ use crate::ops::rope::RopeTable;
 use crate::tensor::Tensor;
 use crate::workspace::Workspace;
 
-/// Query rows (tokens times heads of a KV head) of the two kernels.
+/// Query rows (tokens times heads of a KV head) of the two decode kernels.
 const ROWS: [usize; 2] = [16, 32];
 const WARPS: usize = 4;
 const KEYS: usize = 16;
 const STAGES: usize = 4;
+
+/// Query rows of a block of the prefill kernels, and keys of one of its two stages.
+const PREFILL_ROWS: usize = 128;
+const PREFILL_KEYS: usize = 64;
 
 /// What a launch takes from the workspace: two parts a block, of outputs, maxima and sums in f32.
 pub(super) fn workspace_bytes(device: &CudaDevice, heads: Heads) -> usize {
@@ -24,7 +28,86 @@ pub(super) fn is_decode(max_tokens_per_seq: usize, heads: Heads) -> bool {
     max_tokens_per_seq * heads.group() <= ROWS[1]
 }
 
+/// The step's keys and values are in the cache.
+pub(super) fn attention(
+    device: &CudaDevice,
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    if is_decode(ragged.max_tokens_per_seq, heads) {
+        return decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace);
+    }
+    prefill(device, qkv, k, v, ragged, heads, scale, y)?;
+    if ragged.num_seqs() > 1 {
+        // The sequences that prefill leaves out; the kernel leaves out the others.
+        decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace)?;
+    }
+    Ok(())
+}
+
+fn prefill(
+    device: &CudaDevice,
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+) -> Result<()> {
+    qkv.expect_dtype(OP, "qkv", DType::BF16)?;
+    k.expect_dtype(OP, "k", DType::BF16)?;
+    let kernel = match heads.head_dim {
+        64 => "prefill_64",
+        96 => "prefill_96",
+        128 => "prefill_128",
+        got => return Err(head_dim(got)),
+    };
+    let (_, max_blocks) = ragged.block_tables.rows_cols();
+    // One sequence has no other launch; of several, those of few rows have their own.
+    let least_rows = if ragged.num_seqs() > 1 { ROWS[1] + 1 } else { 1 };
+    let numbers = [heads.num_heads, heads.num_kv_heads, k.dims()[2], max_blocks, least_rows];
+    let [num_heads, num_kv_heads, block_size, max_blocks, least_rows] = numbers.map(|number| (number as u32).into());
+    let args = [
+        qkv.into(),
+        k.into(),
+        v.into(),
+        ragged.cu_tokens.into(),
+        ragged.kv_lens.into(),
+        ragged.block_tables.into(),
+        y.into(),
+        num_heads,
+        num_kv_heads,
+        block_size,
+        max_blocks,
+        least_rows,
+        (scale * std::f32::consts::LOG2_E).into(),
+    ];
+    let tiles = (ragged.max_tokens_per_seq * heads.group()).div_ceil(PREFILL_ROWS);
+    let launch = Launch::new([heads.num_kv_heads, ragged.num_seqs(), tiles], 32 * WARPS as u32)
+        .shared_bytes((PREFILL_ROWS + 4 * PREFILL_KEYS) * row_bytes(heads));
+    // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
+    unsafe { launch.run(device, "prefill", kernel, &args) }
+}
+
+/// Bytes of a row of queries, keys or values in shared memory.
+fn row_bytes(heads: Heads) -> usize {
+    if heads.head_dim <= 64 { 128 } else { 256 }
+}
+
+fn head_dim(got: usize) -> KernelError {
+    KernelError::Value { op: OP, arg: "head_dim", got: got as i64, want: "64, 96 or 128 on a GPU" }
+}
+
 /// With `rope`, queries and keys are turned and the cache is written on the way; without, both was done.
+///
+/// Sequences of more query rows than there is a kernel for are left out.
 pub(super) fn decode(
     device: &CudaDevice,
     qkv: &Tensor,
@@ -43,13 +126,7 @@ pub(super) fn decode(
         table.expect_whole_heads(OP, heads)?;
     }
     let rows = ragged.max_tokens_per_seq * heads.group();
-    let tiles = match ROWS.iter().position(|&most| rows <= most) {
-        Some(at) => at + 1,
-        None => {
-            let want = "at most 32 query tokens times heads of a KV head";
-            return Err(KernelError::Value { op: OP, arg: "rows", got: rows as i64, want });
-        }
-    };
+    let tiles = if rows <= ROWS[0] { 1 } else { 2 };
     let kernel = match (heads.head_dim, tiles) {
         (64, 1) => "decode_64_1",
         (64, _) => "decode_64_2",
@@ -57,14 +134,7 @@ pub(super) fn decode(
         (96, _) => "decode_96_2",
         (128, 1) => "decode_128_1",
         (128, _) => "decode_128_2",
-        (got, _) => {
-            return Err(KernelError::Value {
-                op: OP,
-                arg: "head_dim",
-                got: got as i64,
-                want: "64, 96 or 128 on a GPU",
-            });
-        }
+        (got, _) => return Err(head_dim(got)),
     };
     let pairs = ragged.num_seqs() * heads.num_kv_heads;
     if pairs > COUNTERS {
@@ -95,8 +165,7 @@ pub(super) fn decode(
         max_blocks,
         (scale * std::f32::consts::LOG2_E).into(),
     ];
-    let row_bytes = if heads.head_dim <= 64 { 128 } else { 256 };
-    let shared = WARPS * STAGES * 2 * KEYS * row_bytes;
+    let shared = WARPS * STAGES * 2 * KEYS * row_bytes(heads);
     // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
     unsafe { Launch::new(blocks, 32 * WARPS as u32).shared_bytes(shared).run(device, "decode", kernel, &args) }
 }
@@ -195,6 +264,21 @@ mod tests {
         assert!(once == again, "{heads:?} {lens:?}: two runs differ (seed {seed})");
         let (want, _) = run(&Device::Cpu);
         assert_close(&format!("{heads:?} block {block_size} {lens:?}"), &once, &want, BOUND);
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn prefill_equals_the_reference() {
+        let llama8b = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let smol = Heads { num_heads: 9, num_kv_heads: 3, head_dim: 64 };
+        let odd = Heads { num_heads: 4, num_kv_heads: 4, head_dim: 96 };
+        for block_size in [16, 64, 128] {
+            check(llama8b, block_size, &[(0, 300)]);
+            check(llama8b, block_size, &[(70, 33), (0, 1), (500, 2), (63, 65), (0, 9)]);
+            check(smol, block_size, &[(15, 200), (16, 1), (0, 43), (300, 11)]);
+            check(odd, block_size, &[(100, 129), (7, 3)]);
+        }
+        check(odd, 64, &[(0, 33)]);
     }
 
     #[test]

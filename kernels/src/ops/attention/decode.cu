@@ -8,7 +8,7 @@
 // Writes   y            [tokens, heads * kDim] bf16
 // Updates  counters     [seqs * kv_heads] u32, zero before and after
 // Scratch  parts        [2 * blocks of the grid][16 * kTiles][kDim] f32, maxima_sums [2 * blocks of the grid][16 * kTiles][2] f32
-// Needs    block_size a multiple of 16; query tokens of a sequence * (heads / kv_heads) <= 16 * kTiles
+// Needs    block_size a multiple of 16. Sequences with more than 16 * kTiles query rows (tokens * heads / kv_heads) are left out
 // Sums in  fp32; the cut into parts depends on kv_lens alone and parts are added in order, so equal bits at every run
 // Grid     one block per multiprocessor. The work is all (sequence, kv head) pairs' stretches of 64 keys in a row; each block takes an
 //          equal run of it. A pair that spans blocks is put together by whichever of them ends last.
@@ -30,23 +30,30 @@ constexpr uint32_t kShortestRun = 4;
 constexpr float kMinusInfinity = -INFINITY;
 
 struct Shape {
-    uint32_t seqs, heads, kv_heads, block_size, max_blocks, qkv_row;
+    uint32_t seqs, heads, kv_heads, block_size, max_blocks, qkv_row, most_rows;
     float scale;  // times log2(e)
 };
+
+// Stretches of each of a sequence's pairs; none if it has no tokens in this step, or too many.
+__device__ __forceinline__ uint32_t num_stretches(const int* cu_tokens, const int* kv_lens, uint32_t seq, const Shape& shape) {
+    if (seq >= shape.seqs) return 0;
+    const uint32_t rows = uint32_t(cu_tokens[seq + 1] - cu_tokens[seq]) * (shape.heads / shape.kv_heads);
+    return rows == 0 || rows > shape.most_rows ? 0 : (uint32_t(kv_lens[seq]) + kStretch - 1) / kStretch;
+}
 
 // A place in the run of work: stretch `at` of `num` of the pair (seq, head).
 struct Cursor {
     uint32_t seq, head, at, num;
 
-    __device__ __forceinline__ void next(const int* kv_lens, const Shape& shape) {
+    __device__ __forceinline__ void next(const int* cu_tokens, const int* kv_lens, const Shape& shape) {
         if (++at < num) return;
         at = 0;
         if (++head < shape.kv_heads) return;
         head = 0;
         do {
             ++seq;
-            num = seq < shape.seqs ? (uint32_t(kv_lens[seq]) + kStretch - 1) / kStretch : 1;
-        } while (num == 0);
+            num = num_stretches(cu_tokens, kv_lens, seq, shape);
+        } while (num == 0 && seq < shape.seqs);
     }
 };
 
@@ -58,12 +65,12 @@ struct Run {
 };
 
 // Every warp finds the same answer for itself.
-__device__ __forceinline__ Run find_run(const int* kv_lens, const Shape& shape) {
+__device__ __forceinline__ Run find_run(const int* cu_tokens, const int* kv_lens, const Shape& shape) {
     const uint32_t lane = threadIdx.x % 32;
     uint32_t total = 0;
     for (uint32_t base = 0; base < shape.seqs; base += 32) {
         const uint32_t s = base + lane;
-        const uint32_t num = s < shape.seqs ? (uint32_t(kv_lens[s]) + kStretch - 1) / kStretch : 0;
+        const uint32_t num = num_stretches(cu_tokens, kv_lens, s, shape);
         total += __reduce_add_sync(~0u, num);
     }
     Run run;
@@ -76,7 +83,7 @@ __device__ __forceinline__ Run find_run(const int* kv_lens, const Shape& shape) 
     run.pair_begin = 0;
     for (uint32_t base = 0; base < shape.seqs; base += 32) {
         const uint32_t s = base + lane;
-        const uint32_t num = s < shape.seqs ? (uint32_t(kv_lens[s]) + kStretch - 1) / kStretch : 0;
+        const uint32_t num = num_stretches(cu_tokens, kv_lens, s, shape);
         uint32_t sum = num;
 #pragma unroll
         for (int apart = 1; apart < 32; apart *= 2) {
@@ -127,7 +134,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const uint32_t group = shape.heads / shape.kv_heads;
-    const Run run = find_run(kv_lens, shape);
+    const Run run = find_run(cu_tokens, kv_lens, shape);
     if (run.begin >= run.end) return;
 
     const uint32_t stages = shared_address(shared) + warp * kStages * T::kStageBytes;
@@ -158,7 +165,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
         ask(asked, stage, num_asked < run.end);
-        if (++num_asked < run.end) asked.next(kv_lens, shape);
+        if (++num_asked < run.end) asked.next(cu_tokens, kv_lens, shape);
     }
 
     uint32_t q[kTiles][kDim / 16][4];
@@ -211,7 +218,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
         {
             const uint32_t free_stage = stage == 0 ? kStages - 1 : stage - 1;
             ask(asked, free_stage, num_asked < run.end);
-            if (++num_asked < run.end) asked.next(kv_lens, shape);
+            if (++num_asked < run.end) asked.next(cu_tokens, kv_lens, shape);
         }
         wait_for_copies<kStages - 1>();
         __syncwarp();
@@ -411,7 +418,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
             part_begin = i + 1;
         }
         if (pair_ends) pair_begin = i + 1;
-        if (i + 1 < run.end) now.next(kv_lens, shape);
+        if (i + 1 < run.end) now.next(cu_tokens, kv_lens, shape);
     }
 }
 
@@ -420,7 +427,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
     decode_##dim##_##tiles(bf16* qkv, bf16* k, bf16* v, const float* cos_sin, const int* cu_tokens, const int* kv_lens,                      \
                            const int* block_tables, bf16* y, float* parts, float* maxima_sums, uint32_t* counters, uint32_t seqs,         \
                            uint32_t heads, uint32_t kv_heads, uint32_t block_size, uint32_t max_blocks, float scale) {                    \
-        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, scale};                         \
+        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, 16 * tiles, scale};                         \
         decode<dim, tiles>(qkv, k, v, cos_sin, cu_tokens, kv_lens, block_tables, y, parts, maxima_sums, counters, shape);                          \
     }
 

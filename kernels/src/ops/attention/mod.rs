@@ -35,8 +35,16 @@ pub(crate) const SPAN: usize = 64;
 /// Positions that are summed up apart from others.
 pub(crate) const SPLIT: usize = 256;
 
-/// What [`attention`] takes from the workspace at most.
+/// What [`attention`] takes from the workspace of a CPU at most.
 pub const WORKSPACE_BYTES: usize = 1 << 20;
+
+/// What [`attention`] and [`rope_attention`] take from the workspace at most.
+pub fn workspace_bytes(device: &Device, heads: Heads) -> usize {
+    match device {
+        Device::Cpu => WORKSPACE_BYTES,
+        Device::Cuda(device) => cuda::workspace_bytes(device, heads),
+    }
+}
 
 /// Largest head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
@@ -49,7 +57,7 @@ pub(crate) const MAX_HEAD_DIM: usize = 256;
 /// | `k`, `v`    | `[blocks, num_kv_heads, block_size, head_dim]`, as [`kv_write`](super::kv_write::kv_write) left them, this step's tokens included | f32 or bf16 | read |
 /// | `ragged`    | see [`Ragged`] | i32 | read |
 /// | `y`         | `[tokens, num_heads * head_dim]` | as `qkv` | written |
-/// | `workspace` | takes at most [`WORKSPACE_BYTES`] | | |
+/// | `workspace` | takes at most [`workspace_bytes`] | | |
 ///
 /// `head_dim` is a multiple of 8 up to 256, `block_size` 16, 32, 64 or 128. Arithmetic in f32; for one query and head, with
 /// positions j of a span, then spans of a split, then splits:
@@ -90,7 +98,7 @@ pub fn attention(
                 tiled::attention::<T, C>(qkv, k, v, ragged, heads, scale, y, workspace, level, num_threads)?;
             }));
         }
-        Device::Cuda(device) => cuda::decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace)?,
+        Device::Cuda(device) => cuda::attention(device, qkv, k, v, ragged, heads, scale, y, workspace)?,
     }
     Ok(())
 }

@@ -4,11 +4,12 @@
 //! it is sampled in, on every rank, and whether it was drafted or not.
 
 mod cpu;
+mod cuda;
 mod philox;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::{KernelError, Result};
+use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::workspace::Workspace;
 
@@ -82,7 +83,7 @@ pub fn sample(logits: &Tensor, rows: &SampleRows<'_>, ids: &mut Tensor, workspac
                 *id = cpu::sample(&values[i * vocab..][..vocab], rows.row(i));
             }
         }
-        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
+        Device::Cuda(device) => cuda::sample(device, logits, rows, ids, workspace)?,
     }
     Ok(())
 }
@@ -90,6 +91,11 @@ pub fn sample(logits: &Tensor, rows: &SampleRows<'_>, ids: &mut Tensor, workspac
 /// What [`sample`] takes from the workspace at most.
 pub fn workspace_bytes(_vocab: usize) -> usize {
     0
+}
+
+/// What [`sample`] takes from the workspace of a GPU at most.
+pub fn gpu_workspace_bytes(num_rows: usize) -> usize {
+    cuda::workspace_bytes(num_rows)
 }
 
 impl SampleRows<'_> {
