@@ -1,10 +1,9 @@
 //! All decoder layers and the head of a Llama-shaped model, one graph: what a decode step costs without sampling.
 
-use drafthorse_kernels::ops::attention::{Heads, Ragged, attention};
-use drafthorse_kernels::ops::matmul_bf16::cuda::matmul;
+use drafthorse_kernels::ops::attention::{Heads, Ragged, rope_attention};
+use drafthorse_kernels::ops::matmul_bf16::cuda::{gated as gated_matmul, matmul};
 use drafthorse_kernels::ops::rms_norm::add_rms_norm;
 use drafthorse_kernels::ops::rope::{RopeParams, RopeScaling, RopeTable};
-use drafthorse_kernels::ops::rope_kv_write::rope_kv_write;
 use drafthorse_kernels::ops::silu_mul::silu_mul;
 use drafthorse_kernels::{DType, Device, Result, Tensor, Workspace};
 
@@ -123,12 +122,16 @@ fn decode(device: &Device, random: &mut Random, shape: &Shape) -> Result<()> {
             for layer in &mut layers {
                 add_rms_norm(&mut x, &mut residual, &layer.norms[0], 1e-5)?;
                 matmul(gpu, &x, &layer.qkv, &mut qkv)?;
-                rope_kv_write(&mut qkv, &mut layer.k, &mut layer.v, &positions, &table, &ragged, heads)?;
-                attention(&qkv, &layer.k, &layer.v, &ragged, heads, 0.088, &mut attended, &workspace)?;
+                let Layer { k, v, .. } = layer;
+                rope_attention(
+                    &mut qkv, k, v, &positions, &table, &ragged, heads, 0.088, &mut attended, &workspace,
+                )?;
                 matmul(gpu, &attended, &layer.o, &mut x)?;
                 add_rms_norm(&mut x, &mut residual, &layer.norms[1], 1e-5)?;
-                matmul(gpu, &x, &layer.gate_up, &mut gate_up)?;
-                silu_mul(&gate_up, &mut gated)?;
+                if !gated_matmul(gpu, &x, &layer.gate_up, &mut gated)? {
+                    matmul(gpu, &x, &layer.gate_up, &mut gate_up)?;
+                    silu_mul(&gate_up, &mut gated)?;
+                }
                 matmul(gpu, &gated, &layer.down, &mut x)?;
             }
             add_rms_norm(&mut x, &mut residual, &layers[0].norms[0], 1e-5)?;

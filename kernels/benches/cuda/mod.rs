@@ -4,8 +4,9 @@ mod layer;
 mod timing;
 
 use drafthorse_kernels::ops::attention::{Heads, Ragged, attention};
-use drafthorse_kernels::ops::matmul_bf16::cuda::matmul;
+use drafthorse_kernels::ops::matmul_bf16::cuda::{By, matmul_by};
 use drafthorse_kernels::ops::rms_norm::add_rms_norm;
+use drafthorse_kernels::ops::sample::{SampleRows, sample};
 use drafthorse_kernels::ops::silu_mul::silu_mul;
 use drafthorse_kernels::{DType, Device, Result, Tensor, Workspace};
 use timing::{Random, Timer};
@@ -30,6 +31,12 @@ pub fn run() -> Result<()> {
     if wanted("attention") {
         attentions(&device, &mut random)?;
     }
+    if wanted("prefill") {
+        prefills(&device, &mut random)?;
+    }
+    if wanted("sample") {
+        samples(&device, &mut random)?;
+    }
     if wanted("small") {
         small(&device, &mut random)?;
     }
@@ -47,24 +54,25 @@ fn line(op: &str, shape: &str, us: f64, bytes: f64, baseline: &str) {
 fn matmuls(device: &Device, random: &mut Random) -> Result<()> {
     let Device::Cuda(gpu) = device else { unreachable!("the bench runs on a GPU") };
     let timer = Timer::new(gpu)?;
-    // us of cuBLASLt at 1, 8, 16 and 64 rows.
     let shapes = [
-        ("qkv", 6144, 4096, [18.24, 16.54, 16.95, 17.28]),
-        ("o", 4096, 4096, [13.18, 12.91, 13.23, 12.78]),
-        ("gate_up", 28_672, 4096, [62.82, 62.75, 63.07, 69.82]),
-        ("down", 4096, 14_336, [33.14, 33.16, 33.40, 37.45]),
-        ("lm_head", 128_256, 4096, [247.4, 246.9, 248.7, 282.8]),
+        ("qkv", 6144, 4096),
+        ("o", 4096, 4096),
+        ("gate_up", 28_672, 4096),
+        ("down", 4096, 14_336),
+        ("lm_head", 128_256, 4096),
     ];
-    for (name, out, inner, baselines) in shapes {
+    for (name, out, inner) in shapes {
         let copies = (ROTATE_BYTES / (out * inner * 2)).clamp(2, 16);
         let weights: Vec<Tensor> = (0..copies).map(|_| random.tensor([out, inner])).collect::<Result<_>>()?;
-        for (rows, baseline) in [1, 8, 16, 32, 64].into_iter().zip([0, 1, 2, 2, 3].map(|i| baselines[i])) {
+        for rows in [1, 8, 16, 32, 64, 128] {
             let x = random.tensor([rows, inner])?;
             let mut y = Tensor::zeros(device, "y", [rows, out], DType::BF16)?;
-            let us = timer.each(copies, |i| matmul(gpu, &x, &weights[i], &mut y))?;
+            let mut by = |by| timer.each(copies, |i| matmul_by(by, gpu, &x, &weights[i], &mut y));
+            let few = if rows <= 8 { by(By::FewRows)? } else { f64::NAN };
+            let (us, library) = (by(By::MidRows)?, by(By::Library)?);
             let bytes = 2.0 * (out * inner + rows * (inner + out)) as f64;
             let shape = format!("{name} m={rows} n={out} k={inner}");
-            line("matmul_bf16", &shape, us, bytes, &format!("{baseline:.1} us cublaslt"));
+            line("mid_rows", &shape, us, bytes, &format!("{library:.1} us cublaslt, {few:.1} us few_rows"));
         }
     }
     Ok(())
@@ -122,6 +130,67 @@ fn attentions(device: &Device, random: &mut Random) -> Result<()> {
                 cache_bytes as f64,
                 &format!("{baseline} us fa3"),
             );
+        }
+    }
+    Ok(())
+}
+
+fn prefills(device: &Device, random: &mut Random) -> Result<()> {
+    let Device::Cuda(gpu) = device else { unreachable!("the bench runs on a GPU") };
+    let timer = Timer::new(gpu)?;
+    let workspace = Workspace::new(device, 64 << 20)?;
+    let heads = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
+    // TFLOP/s of FA3.
+    for (tokens, fa3) in [(1024, 252.0), (4096, 567.0), (16_384, 709.0)] {
+        let max_blocks = tokens / 64;
+        let shape = [max_blocks, heads.num_kv_heads, 64, heads.head_dim];
+        let (k, v) = (random.tensor(shape)?, random.tensor(shape)?);
+        let mut blocks: Vec<i32> = (0..max_blocks as i32).collect();
+        random.shuffle(&mut blocks);
+        let block_tables = Tensor::from_slice(device, "tables", &blocks, [1, max_blocks])?;
+        let cu_tokens = Tensor::from_slice(device, "cu", &[0, tokens as i32], [2])?;
+        let kv_lens = Tensor::from_slice(device, "lens", &[tokens as i32], [1])?;
+        let ragged = Ragged {
+            cu_tokens: &cu_tokens,
+            kv_lens: &kv_lens,
+            block_tables: &block_tables,
+            max_tokens_per_seq: tokens,
+            max_kv_len: tokens,
+        };
+        let qkv = random.tensor([tokens, heads.qkv_cols()])?;
+        let mut y = Tensor::zeros(device, "y", [tokens, heads.num_heads * heads.head_dim], DType::BF16)?;
+        let us = timer.each(1, |_| attention(&qkv, &k, &v, &ragged, heads, 0.088, &mut y, &workspace))?;
+        let flop = 2.0 * (tokens * tokens * heads.num_heads * heads.head_dim) as f64;
+        println!("{:<18} {:<28} {us:>9.1} {:>8.0} TFLOP/s  {fa3} fa3", "prefill", format!("s={tokens}"), flop / us / 1e6);
+    }
+    Ok(())
+}
+
+fn samples(device: &Device, random: &mut Random) -> Result<()> {
+    let Device::Cuda(gpu) = device else { unreachable!("the bench runs on a GPU") };
+    let timer = Timer::new(gpu)?;
+    let workspace = Workspace::new(device, 1 << 20)?;
+    let vocab = 128_256;
+    for rows in [1, 8, 128] {
+        let logits: Vec<f32> = random.normals(rows * vocab);
+        let logits = Tensor::from_slice(device, "logits", &logits, [rows, vocab])?;
+        let f32s = |value: f32| Tensor::from_slice(device, "f", &vec![value; rows], [rows]);
+        let i32s = |value: i32| Tensor::from_slice(device, "i", &vec![value; rows], [rows]);
+        let seed = Tensor::zeros(device, "seed", [rows, 2], DType::I32)?;
+        let mut ids = Tensor::zeros(device, "ids", [rows], DType::I32)?;
+        for (label, temperature, top_k, top_p) in
+            [("greedy", 0.0, 0, 1.0), ("t=1", 1.0, 0, 1.0), ("t=1 top_p=0.9", 1.0, 0, 0.9), ("t=0.7 k=50 p=0.95", 0.7, 50, 0.95)]
+        {
+            let all = SampleRows {
+                temperature: &f32s(temperature)?,
+                top_k: &i32s(top_k)?,
+                top_p: &f32s(top_p)?,
+                min_p: &f32s(0.0)?,
+                seed: &seed,
+                position: &i32s(5)?,
+            };
+            let us = timer.each(1, |_| sample(&logits, &all, &mut ids, &workspace))?;
+            line("sample", &format!("{rows}x{vocab} {label}"), us, (rows * vocab * 4) as f64, "");
         }
     }
     Ok(())

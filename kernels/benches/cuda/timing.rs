@@ -77,6 +77,11 @@ impl Random {
         Tensor::from_slice(&self.device, "random", &values, shape)
     }
 
+    /// About normal, of deviation 2.3.
+    pub fn normals(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| (0..4).map(|_| self.rng.random_range(-2.0f32..2.0)).sum()).collect()
+    }
+
     pub fn shuffle<T>(&mut self, values: &mut [T]) {
         values.shuffle(&mut self.rng);
     }

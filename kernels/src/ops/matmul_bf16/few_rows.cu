@@ -2,7 +2,7 @@
 //
 // Reads    x      [rows, in]  bf16, 16-byte aligned
 //          weight [out, in]   bf16, 16-byte aligned
-// Writes   y      [rows, out] bf16 or f32
+// Writes   y      [rows, out] bf16 or f32; gated: [rows, out / 2] bf16, silu(first half of the outputs) * second half, each rounded first
 // Needs    in % 64 == 0; rows <= 8 * kTiles
 // Sums in  fp32: within a warp in the order of in, then over the block's warps in order, so equal bits at every run
 // Grid     one block per 16 outputs
@@ -13,6 +13,7 @@
 //          long as both sides agree, so each lane takes 16 contiguous bytes of a row and no data changes lanes.
 //          Weights do not depend on the kernel before: the first kDepth turns are on their way before the wait for it.
 
+#include "gate.cuh"
 #include "ptx.cuh"
 
 constexpr int kWarps = 8;
@@ -29,16 +30,17 @@ __device__ __forceinline__ void ask(uint32_t to, const bf16* low, const bf16* hi
     commit_copies();
 }
 
-template <int kTiles, typename Out>
+template <int kTiles, bool kGated, typename Out>
 __device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ y,
                                          uint32_t rows, uint32_t out, uint32_t in) {
     extern __shared__ __align__(128) uint8_t shared[];
     launch_dependents();
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const uint32_t first = blockIdx.x * 16, turns = in / kStep;
-    // Past the last output the row is the last one again; its results are not stored.
+    const uint32_t first = blockIdx.x * (kGated ? 8 : 16), turns = in / kStep;
+    // Past the last output the row is the last one again; its results are not stored. Gated, eight gates stand beside their eight ups.
+    const uint32_t beside = kGated ? out / 2 : 8;
     const bf16* low = weight + size_t(min(first + g, out - 1)) * in + c * 8;
-    const bf16* high = weight + size_t(min(first + g + 8, out - 1)) * in + c * 8;
+    const bf16* high = weight + size_t(min(first + g + beside, out - 1)) * in + c * 8;
     uint8_t* queue = shared + warp * kDepth * kTurnBytes + lane * 16;
     const uint32_t queue_address = shared_address(queue);
 
@@ -91,21 +93,36 @@ __device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16*
         for (int i = 0; i < 4; ++i)
             of_warp[warp * kWarpFloats + (t * 8 + c * 2 + i % 2) * kRow + g + i / 2 * 8] = sums[0][t][i] + sums[1][t][i];
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < 16 * 8 * kTiles; i += kWarps * 32) {
-        const uint32_t row = i / 16, column = i % 16;
-        if (row >= rows || first + column >= out) continue;
-        float sum = 0.0f;
+    if constexpr (kGated) {
+        for (uint32_t i = threadIdx.x; i < 8 * 8 * kTiles; i += kWarps * 32) {
+            const uint32_t row = i / 8, column = i % 8;
+            if (row >= rows || first + column >= out / 2) continue;
+            float gate = 0.0f, up = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += of_warp[w * kWarpFloats + row * kRow + column];
-        y[size_t(row) * out + first + column] = Out(sum);
+            for (int w = 0; w < kWarps; ++w) {
+                gate += of_warp[w * kWarpFloats + row * kRow + column];
+                up += of_warp[w * kWarpFloats + row * kRow + column + 8];
+            }
+            y[size_t(row) * (out / 2) + first + column] = Out(gated(gate, up));
+        }
+    } else {
+        for (uint32_t i = threadIdx.x; i < 16 * 8 * kTiles; i += kWarps * 32) {
+            const uint32_t row = i / 16, column = i % 16;
+            if (row >= rows || first + column >= out) continue;
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) sum += of_warp[w * kWarpFloats + row * kRow + column];
+            y[size_t(row) * out + first + column] = Out(sum);
+        }
     }
 }
 
-#define FEW_ROWS(name, tiles, type)                                                                                     \
+#define FEW_ROWS(name, tiles, gated, type)                                                                                     \
     extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)                                                        \
     name(const bf16* x, const bf16* weight, type* y, uint32_t rows, uint32_t out, uint32_t in) {                        \
-        few_rows<tiles, type>(x, weight, y, rows, out, in);                                                             \
+        few_rows<tiles, gated, type>(x, weight, y, rows, out, in);                                                             \
     }
 
-FEW_ROWS(few_rows_8_bf16, 1, bf16)
-FEW_ROWS(few_rows_8_f32, 1, float)
+FEW_ROWS(few_rows_8_bf16, 1, false, bf16)
+FEW_ROWS(few_rows_8_f32, 1, false, float)
+FEW_ROWS(few_rows_8_gated, 1, true, bf16)

@@ -102,6 +102,23 @@ pub fn matmul(x: &Tensor, weight: &Bf16Weight, y: &mut Tensor, workspace: &Works
     }
 }
 
+/// [`matmul`] and [`silu_mul`](super::silu_mul::silu_mul) in one pass, where there is a kernel for it; else `false`, and nothing is done.
+///
+/// | argument | shape         | dtype | |
+/// |----------|---------------|-------|-|
+/// | `x`      | `[rows, in]`  | bf16  | read |
+/// | `weight` | `[2 * inner, in]`, gate above up | bf16 | read |
+/// | `y`      | `[rows, inner]` | bf16 | written: both products are rounded to bf16 before the gate |
+///
+/// # Errors
+/// As [`matmul`].
+pub fn gated(x: &Tensor, weight: &Bf16Weight, y: &mut Tensor) -> Result<bool> {
+    match &weight.form {
+        Form::Packed(_) => Ok(false),
+        Form::Rows(rows) => rows.gated(x, y),
+    }
+}
+
 /// `y[i] = weight[ids[i]]`: the embedding of a tied head.
 ///
 /// | argument | shape       | dtype     | |
