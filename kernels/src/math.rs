@@ -81,6 +81,27 @@ pub fn sum_squares<T: Float>(x: &[T]) -> f32 {
     fold(lanes)
 }
 
+/// The largest of a row of logits, of which -inf are masked; NaN if the row has no meaning: NaN or +inf in it, or nothing but
+/// -inf.
+#[inline(always)]
+pub fn largest(logits: &[f32]) -> f32 {
+    let mut max = [f32::NEG_INFINITY; LANES];
+    let mut bad = [false; LANES];
+    let (chunks, rest) = logits.as_chunks::<LANES>();
+    for chunk in chunks {
+        for i in 0..LANES {
+            max[i] = if chunk[i] > max[i] { chunk[i] } else { max[i] };
+            bad[i] |= chunk[i].is_nan() | (chunk[i] == f32::INFINITY);
+        }
+    }
+    for (i, &logit) in rest.iter().enumerate() {
+        max[i] = if logit > max[i] { logit } else { max[i] };
+        bad[i] |= logit.is_nan() | (logit == f32::INFINITY);
+    }
+    let largest = max.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    if largest == f32::NEG_INFINITY || bad.contains(&true) { f32::NAN } else { largest }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -117,6 +138,22 @@ mod tests {
         }
         assert_eq!(silu(-100.0), 0.0);
         assert_eq!(silu(100.0), 100.0);
+    }
+
+    #[test]
+    fn the_largest_of_a_row_with_meaning() {
+        let inf = f32::INFINITY;
+        for len in [1, 16, 17, 40] {
+            for at in 0..len {
+                let mut row = vec![-inf; len];
+                row[at] = -3.0;
+                assert_eq!(largest(&row), -3.0, "{len} {at}");
+                for bad in [f32::NAN, inf, -inf] {
+                    row[at] = bad;
+                    assert!(largest(&row).is_nan(), "{len} {at} {bad}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Keys that are not used here are ignored, since published files hold dozens. A value that would change the result in a way
 //! that is not implemented is refused with its key, what it is and what it may be.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use drafthorse_kernels::DType;
@@ -115,7 +116,7 @@ impl ModelConfig {
 }
 
 /// A refusal of `key`'s value.
-fn unsupported(key: impl Into<String>, value: impl ToString, supported: impl Into<String>) -> ModelError {
+fn unsupported(key: impl Into<String>, value: &dyn fmt::Display, supported: impl Into<String>) -> ModelError {
     ModelError::Unsupported { key: key.into(), value: value.to_string(), supported: supported.into() }
 }
 
@@ -123,7 +124,7 @@ impl Raw {
     fn check(self) -> Result<ModelConfig> {
         let need = |key, value: Option<usize>| match value {
             None => Err(ModelError::MissingKey { key }),
-            Some(0) => Err(unsupported(key, 0, "1 and more")),
+            Some(0) => Err(unsupported(key, &0, "1 and more")),
             Some(value) => Ok(value),
         };
         let architecture = self.architectures.as_ref().and_then(|names| names.first());
@@ -133,15 +134,15 @@ impl Raw {
         let num_kv_heads = need("num_key_value_heads", self.num_key_value_heads.or(Some(num_heads)))?;
         if !num_heads.is_multiple_of(num_kv_heads) {
             let supported = format!("a divisor of num_attention_heads, which is {num_heads}");
-            return Err(unsupported("num_key_value_heads", num_kv_heads, supported));
+            return Err(unsupported("num_key_value_heads", &num_kv_heads, supported));
         }
         if self.head_dim.is_none() && !hidden_size.is_multiple_of(num_heads) {
             let supported = format!("a divisor of hidden_size, which is {hidden_size}, or head_dim given");
-            return Err(unsupported("num_attention_heads", num_heads, supported));
+            return Err(unsupported("num_attention_heads", &num_heads, supported));
         }
         let head_dim = need("head_dim", self.head_dim.or(Some(hidden_size / num_heads)))?;
         if !head_dim.is_multiple_of(2) {
-            return Err(unsupported("head_dim", head_dim, "even numbers"));
+            return Err(unsupported("head_dim", &head_dim, "even numbers"));
         }
         self.check_activation()?;
         self.check_windows()?;
@@ -160,7 +161,7 @@ impl Raw {
             num_heads,
             num_kv_heads,
             head_dim,
-            max_position_embeddings,
+            max_position_embeddings: rope.max_positions,
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
             rope,
             tie_word_embeddings: self.tie_word_embeddings.unwrap_or(false),
@@ -181,7 +182,7 @@ impl Raw {
     fn check_activation(&self) -> Result<()> {
         match self.hidden_act.as_deref() {
             None | Some("silu" | "swish") => Ok(()),
-            Some(other) => Err(unsupported("hidden_act", other, "silu")),
+            Some(other) => Err(unsupported("hidden_act", &other, "silu")),
         }
     }
 
@@ -189,12 +190,12 @@ impl Raw {
     fn check_windows(&self) -> Result<()> {
         let sliding = |kind: &&String| !matches!(kind.as_str(), "full_attention" | "attention");
         if let Some(kind) = self.layer_types.iter().flatten().find(sliding) {
-            return Err(unsupported("layer_types", kind, "full_attention"));
+            return Err(unsupported("layer_types", &kind, "full_attention"));
         }
         let Some(window) = self.sliding_window else { return Ok(()) };
         let in_use = self.use_sliding_window.unwrap_or(true);
         if in_use && self.max_position_embeddings.is_none_or(|max| window < max) {
-            return Err(unsupported("sliding_window", window, "null, use_sliding_window false, or the whole context"));
+            return Err(unsupported("sliding_window", &window, "null, use_sliding_window false, or the whole context"));
         }
         Ok(())
     }
@@ -212,9 +213,21 @@ impl Raw {
         let partial = rope.number("partial_rotary_factor")?.or(self.partial_rotary_factor).unwrap_or(1.0);
         let rotary_dim = (head_dim as f64 * partial) as usize;
         if rotary_dim == 0 || rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) {
-            return Err(unsupported("partial_rotary_factor", partial, "an even part of head_dim, above 0 and up to 1"));
+            return Err(unsupported(
+                "partial_rotary_factor",
+                &partial,
+                "an even part of head_dim, above 0 and up to 1",
+            ));
         }
-        Ok(RopeParams { head_dim, rotary_dim, theta, max_positions, scaling: rope.scaling(max_positions)? })
+        let scaling = rope.scaling(max_positions)?;
+        // Here the key says where the trained positions end; dynamic scaling goes on from there, up to its factor.
+        let max_positions = match scaling {
+            RopeScaling::Dynamic { factor, original_max_positions } => {
+                max_positions.max((original_max_positions as f64 * factor) as usize)
+            }
+            _ => max_positions,
+        };
+        Ok(RopeParams { head_dim, rotary_dim, theta, max_positions, scaling })
     }
 }
 
@@ -253,7 +266,7 @@ impl RopeTable<'_> {
                 mscale_all_dim: self.number("mscale_all_dim")?,
                 truncate: self.table.get("truncate").and_then(Value::as_bool).unwrap_or(true),
             },
-            other => return Err(self.refuse("rope_type", other, "default, linear, dynamic, llama3, yarn")),
+            other => return Err(self.refuse("rope_type", &other, "default, linear, dynamic, llama3, yarn")),
         })
     }
 
@@ -268,10 +281,10 @@ impl RopeTable<'_> {
     }
 
     fn needed(&self, name: &str) -> Result<f64> {
-        self.number(name)?.ok_or_else(|| self.refuse(name, "missing", "numbers above 0"))
+        self.number(name)?.ok_or_else(|| self.refuse(name, &"missing", "numbers above 0"))
     }
 
-    fn refuse(&self, name: &str, value: impl ToString, supported: &str) -> ModelError {
+    fn refuse(&self, name: &str, value: &dyn fmt::Display, supported: &str) -> ModelError {
         unsupported(format!("{}.{name}", self.key), value, supported)
     }
 }
@@ -334,6 +347,8 @@ mod tests {
             scaling(r#"{"rope_type": "dynamic", "factor": 4}"#),
             RopeScaling::Dynamic { factor: 4.0, original_max_positions: 256 }
         );
+        let stretched = parse(r#"{"rope_scaling": {"rope_type": "dynamic", "factor": 4}}"#).unwrap();
+        assert_eq!((stretched.max_position_embeddings, stretched.rope.max_positions), (1024, 1024));
         let llama3 = r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128}"#;
         assert_eq!(

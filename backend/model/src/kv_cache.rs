@@ -108,7 +108,7 @@ mod tests {
         let layout = KvLayout { layers, block_size: 2, dtype: DType::F32 };
         let mut cache = KvCache::new(&Device::Cpu, layout, 3).unwrap();
         let mut next = 0.0;
-        for value in cache.layers.iter_mut().flatten().flat_map(|tensor| tensor.as_mut_slice::<f32>()) {
+        for value in cache.layers.iter_mut().flatten().flat_map(Tensor::as_mut_slice::<f32>) {
             *value = next;
             next += 1.0;
         }

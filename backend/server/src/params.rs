@@ -144,6 +144,8 @@ impl GenerateParams {
         if NOT_SUPPORTED.contains(&key) {
             let neutral = match value {
                 Value::Null | Value::Bool(false) => true,
+                // TensorRT-LLM's clients write no bad words so.
+                Value::String(text) => text.is_empty(),
                 Value::Array(items) => items.is_empty(),
                 other => key == "length_penalty" && other.as_f64() == Some(1.0),
             };

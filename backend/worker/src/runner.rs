@@ -258,9 +258,8 @@ impl Runner {
 
 /// Whether `token`, just appended, ends its sequence. A stop token is more than the length it comes at.
 fn ends(state: &SlotState, token: TokenId, max_model_len: usize) -> Option<FinishReason> {
-    let sampling = &state.sampling;
-    // Before min_tokens no stop token is picked, but one may have been forced by a bias that leaves nothing else.
-    if state.num_output() > sampling.min_tokens as usize && sampling.stop_tokens.contains(&token) {
+    // Before min_tokens they are masked, so that one here may stop.
+    if state.sampling.stop_tokens.contains(&token) {
         return Some(FinishReason::Stop);
     }
     (state.room(max_model_len) == 0).then_some(FinishReason::Length)

@@ -16,5 +16,6 @@ pub mod penalty;
 pub mod rms_norm;
 pub mod rope;
 pub mod rope_kv_write;
+mod rows;
 pub mod sample;
 pub mod silu_mul;

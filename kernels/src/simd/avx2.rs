@@ -22,6 +22,8 @@ pub(crate) struct Avx2(__m256, __m256);
 impl F32x16 for Avx2 {
     type Words = (__m256i, __m256i);
 
+    const FIT: usize = 8;
+
     #[inline(always)]
     unsafe fn zero() -> Self {
         // SAFETY: see above.

@@ -22,6 +22,8 @@ pub(crate) struct Avx512(__m512);
 impl F32x16 for Avx512 {
     type Words = __m512i;
 
+    const FIT: usize = 32;
+
     #[inline(always)]
     unsafe fn zero() -> Self {
         // SAFETY: see above.

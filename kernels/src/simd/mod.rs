@@ -29,10 +29,29 @@ pub(crate) enum Level {
 }
 
 impl Level {
-    /// The widest of this CPU.
+    /// The widest of this CPU, or what the environment variable `DRAFTHORSE_SIMD` names, if the CPU has it.
     pub(crate) fn best() -> Level {
         static BEST: OnceLock<Level> = OnceLock::new();
-        *BEST.get_or_init(|| *Level::available().last().unwrap_or(&Level::Portable))
+        *BEST.get_or_init(|| {
+            let available = Level::available();
+            let wanted = std::env::var("DRAFTHORSE_SIMD").ok();
+            let named = available.iter().find(|level| wanted.as_deref() == Some(level.name()));
+            if let (Some(wanted), None) = (&wanted, named) {
+                tracing::warn!(%wanted, "DRAFTHORSE_SIMD names nothing that this CPU has");
+            }
+            *named.or(available.last()).unwrap_or(&Level::Portable)
+        })
+    }
+
+    /// As in `DRAFTHORSE_SIMD`.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Level::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => "avx512",
+        }
     }
 
     /// All that this CPU has, the widest last.
@@ -71,14 +90,14 @@ impl Level {
         }
     }
 
-    /// Vector registers that sixteen f32 fill, of how many there are.
-    pub(crate) const fn registers(self) -> (usize, usize) {
+    /// [`F32x16::FIT`] of these instructions.
+    pub(crate) const fn fit(self) -> usize {
         match self {
+            Level::Portable => portable::Portable::FIT,
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => (2, 16),
+            Level::Avx2 => avx2::Avx2::FIT,
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => (1, 32),
-            Level::Portable => (4, 32),
+            Level::Avx512 => avx512::Avx512::FIT,
         }
     }
 }
@@ -100,6 +119,9 @@ pub(crate) trait Kernel {
 pub(crate) trait F32x16: Copy {
     /// Sixteen u32.
     type Words: Copy;
+
+    /// How many of these the registers hold.
+    const FIT: usize;
 
     unsafe fn zero() -> Self;
     unsafe fn splat(value: f32) -> Self;

@@ -21,6 +21,9 @@ impl Portable {
 impl F32x16 for Portable {
     type Words = [u32; LANES];
 
+    // On x86 this path is for tests, and needs no large tiles.
+    const FIT: usize = if cfg!(target_arch = "x86_64") { 1 } else { 8 };
+
     #[inline(always)]
     unsafe fn zero() -> Self {
         Portable([0.0; LANES])
@@ -48,7 +51,9 @@ impl F32x16 for Portable {
         Self::from_fn(|i| self.0[i] * b.0[i])
     }
 
-    #[inline(always)]
+    // Not inlined on x86, where each lane is a call: sixteen of them at every use would be much code.
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     unsafe fn mul_add(self, b: Self, c: Self) -> Self {
         Self::from_fn(|i| self.0[i].mul_add(b.0[i], c.0[i]))
     }

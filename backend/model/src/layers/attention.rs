@@ -40,7 +40,7 @@ impl Attention {
         }
         let kv_shard = Shard::of_kv_heads(config.num_kv_heads, world)?;
         let part = |name, heads, shard| Part { at: at.at(name), out_features: heads * head_dim, shard };
-        let qkv = vec![
+        let qkv = [
             part("q_proj", config.num_heads, Shard::Out),
             part("k_proj", config.num_kv_heads, kv_shard),
             part("v_proj", config.num_kv_heads, kv_shard),
@@ -48,7 +48,7 @@ impl Attention {
         let heads =
             Heads { num_heads: config.num_heads / world, num_kv_heads: (config.num_kv_heads / world).max(1), head_dim };
         Ok(Attention {
-            qkv: Linear::column(qkv, hidden, config.qkv_bias)?,
+            qkv: Linear::column(&qkv, hidden, config.qkv_bias)?,
             output: Linear::row(at.at("o_proj"), hidden, config.num_heads * head_dim, config.o_bias)?,
             rope: rope.clone(),
             heads,

@@ -31,16 +31,16 @@ impl Embedding {
         let (vocab, hidden, dtype) = (config.vocab_size, config.hidden_size, table.dtype());
         let schemes = table.context().schemes;
         let is_tied = config.tie_word_embeddings;
-        let part = |at: Loader<'a>, shard| vec![Part { at, out_features: vocab, shard }];
+        let part = |at: Loader<'a>, shard| [Part { at, out_features: vocab, shard }];
 
         if is_tied && table.place().world == 1 {
             let weight: Arc<dyn QuantWeight> =
-                load_weight(&*schemes.head, part(table, Shard::Replicated), hidden)?.into();
+                load_weight(&*schemes.head, &part(table, Shard::Replicated), hidden)?.into();
             return Ok((Embedding { weight: weight.clone(), hidden, dtype }, LmHead { weight }));
         }
         let head = if is_tied { table.clone() } else { head };
-        let head = load_weight(&*schemes.head, part(head, Shard::Out), hidden)?.into();
-        let table = load_weight(&*schemes.embedding, part(table, Shard::Replicated), hidden)?.into();
+        let head = load_weight(&*schemes.head, &part(head, Shard::Out), hidden)?.into();
+        let table = load_weight(&*schemes.embedding, &part(table, Shard::Replicated), hidden)?.into();
         Ok((Embedding { weight: table, hidden, dtype }, LmHead { weight: head }))
     }
 

@@ -22,8 +22,8 @@ pub(crate) struct Linear {
 
 impl Linear {
     /// Each rank makes a part of the outputs.
-    pub(crate) fn column(parts: Vec<Part<'_>>, in_features: usize, has_bias: bool) -> Result<Self> {
-        let bias = if has_bias { Some(merged_bias(&parts)?) } else { None };
+    pub(crate) fn column(parts: &[Part<'_>], in_features: usize, has_bias: bool) -> Result<Self> {
+        let bias = if has_bias { Some(merged_bias(parts)?) } else { None };
         let scheme = &parts[0].at.context().schemes.linear;
         Ok(Linear { weight: load_weight(&**scheme, parts, in_features)?, bias, sums_over_ranks: false })
     }
@@ -36,8 +36,8 @@ impl Linear {
         };
         let sums_over_ranks = at.place().world > 1;
         let scheme = &at.context().schemes.linear;
-        let parts = vec![Part { at, out_features, shard: Shard::In }];
-        Ok(Linear { weight: load_weight(&**scheme, parts, in_features)?, bias, sums_over_ranks })
+        let parts = [Part { at, out_features, shard: Shard::In }];
+        Ok(Linear { weight: load_weight(&**scheme, &parts, in_features)?, bias, sums_over_ranks })
     }
 
     /// `x` is `[tokens, this rank's inputs]`, `y` is `[tokens, this rank's outputs]`.
@@ -72,10 +72,10 @@ impl Linear {
 /// One weight out of `parts`, counted.
 pub(crate) fn load_weight(
     scheme: &dyn QuantScheme,
-    parts: Vec<Part<'_>>,
+    parts: &[Part<'_>],
     in_features: usize,
 ) -> Result<Box<dyn QuantWeight>> {
-    let weight = scheme.load_merged(&parts, in_features)?;
+    let weight = scheme.load_merged(parts, in_features)?;
     parts[0].at.context().count_weight(weight.size_bytes());
     Ok(weight)
 }

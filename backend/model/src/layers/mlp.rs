@@ -26,7 +26,7 @@ impl GatedMlp {
         let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
         let part = |name| Part { at: at.at(name), out_features: intermediate, shard: Shard::Out };
         Ok(GatedMlp {
-            gate_up: Linear::column(vec![part("gate_proj"), part("up_proj")], hidden, config.mlp_bias)?,
+            gate_up: Linear::column(&[part("gate_proj"), part("up_proj")], hidden, config.mlp_bias)?,
             down: Linear::row(at.at("down_proj"), hidden, intermediate, config.mlp_bias)?,
             intermediate: intermediate / at.place().world,
         })

@@ -37,7 +37,7 @@ impl Llama {
     pub(crate) fn load(loader: &Loader<'_>) -> Result<Box<dyn Model>> {
         let config = loader.config();
         let model = loader.at("model");
-        let rope = Arc::new(RopeTable::new(loader.device(), &config.rope)?);
+        let rope = loader.rope_table()?;
         let layers = (0..config.num_layers).map(|i| DecoderLayer::load(&model.at(&format!("layers.{i}")), i, &rope));
         let layers = layers.collect::<Result<_>>()?;
         let (embed, lm_head) = Embedding::load_with_head(model.at("embed_tokens"), loader.at("lm_head"))?;

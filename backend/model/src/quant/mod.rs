@@ -44,6 +44,8 @@ pub enum GroupSize {
     /// All of a row: one scale an output channel.
     Channel,
     Of(usize),
+    /// The first of these that divides a row, else all of it.
+    Fitting(&'static [usize]),
 }
 
 impl GroupSize {
@@ -63,11 +65,21 @@ impl GroupSize {
         }
     }
 
-    /// Elements of one group in rows of `inputs`.
-    pub fn within(self, inputs: usize) -> usize {
+    /// Elements of one group in a layer's rows of `inputs`.
+    ///
+    /// # Errors
+    /// `NotMultiple`, naming the layer, if groups do not fill a row.
+    pub fn checked(self, layer: &str, inputs: usize) -> Result<usize> {
         match self {
-            GroupSize::Channel => inputs,
-            GroupSize::Of(size) => size,
+            GroupSize::Channel => Ok(inputs),
+            GroupSize::Fitting(sizes) => {
+                Ok(sizes.iter().copied().find(|&size| inputs.is_multiple_of(size)).unwrap_or(inputs))
+            }
+            GroupSize::Of(size) if inputs.is_multiple_of(size) => Ok(size),
+            GroupSize::Of(of) => {
+                let (name, what, why) = (layer.to_owned(), "in", "the quantization group");
+                Err(ModelError::NotMultiple { name, what, size: inputs, of, why })
+            }
         }
     }
 }
@@ -98,15 +110,22 @@ fn unquantized(_: Option<i64>) -> Result<Schemes> {
     Ok(Schemes { linear: Box::new(Unquantized), head: Box::new(Unquantized), embedding: Box::new(Unquantized) })
 }
 
-fn weight_only_int8(_: Option<i64>) -> Result<Schemes> {
-    Ok(Schemes { linear: Box::new(WeightOnlyInt8), head: Box::new(WeightOnlyInt8), embedding: Box::new(Unquantized) })
+/// One scale a channel, unless groups are asked for.
+fn weight_only_int8(group_size: Option<i64>) -> Result<Schemes> {
+    let group = group_size.map_or(Ok(GroupSize::Channel), GroupSize::new)?;
+    Ok(Schemes { linear: Box::new(WeightOnlyInt8 { group }), head: int8_head(), embedding: Box::new(Unquantized) })
 }
 
-/// The head stays at 8 bits: it is one layer of many, and the one whose errors nothing after it can even out.
+/// Groups of 128, or fewer where these do not fill a row, unless a size is asked for.
 fn weight_only_int4(group_size: Option<i64>) -> Result<Schemes> {
-    let group = group_size.map(GroupSize::new).transpose()?;
-    let linear = Box::new(WeightOnlyInt4 { group });
-    Ok(Schemes { linear, head: Box::new(WeightOnlyInt8), embedding: Box::new(Unquantized) })
+    let group = group_size.map_or(Ok(GroupSize::Fitting(&[128, 64, 32])), GroupSize::new)?;
+    Ok(Schemes { linear: Box::new(WeightOnlyInt4 { group }), head: int8_head(), embedding: Box::new(Unquantized) })
+}
+
+/// The head keeps 8 bits and small groups: it is one layer of many, and no later one can even out its errors. Tied, it is the
+/// embedding table too, whose rows have outliers.
+fn int8_head() -> Box<dyn QuantScheme> {
+    Box::new(WeightOnlyInt8 { group: GroupSize::Fitting(&[32]) })
 }
 
 fn gguf_blocks(stored: &StoredQuantization) -> Result<Schemes> {
@@ -142,13 +161,13 @@ fn find<T: Copy>(table: &[(&str, T)], name: &str) -> Result<T> {
 mod tests {
     use super::*;
 
-    fn refusal(wanted: Option<QuantType>, stored: Option<&str>) -> String {
+    fn refusal(wanted: Option<&str>, stored: Option<&str>) -> String {
         let stored = stored.map(|method| StoredQuantization {
             method: method.into(),
             group_size: Some(32),
             unquantized: Vec::new(),
         });
-        match schemes(wanted.as_ref(), stored.as_ref()) {
+        match schemes(wanted.map(QuantType::from).as_ref(), stored.as_ref()) {
             Ok(schemes) => schemes.name().to_owned(),
             Err(err) => err.to_string(),
         }
@@ -157,20 +176,35 @@ mod tests {
     #[test]
     fn a_scheme_is_found_by_name_or_refused_with_the_table() {
         assert_eq!(refusal(None, None), "none");
-        assert_eq!(refusal(Some("none".into()), Some("gguf_blocks")), "gguf_blocks");
-        assert_eq!(refusal(Some("weight_only_int8".into()), None), "weight_only_int8");
+        assert_eq!(refusal(Some("none"), Some("gguf_blocks")), "gguf_blocks");
+        assert_eq!(refusal(Some("weight_only_int8"), None), "weight_only_int8");
         assert_eq!(
-            refusal(Some("int3".into()), None),
+            refusal(Some("int3"), None),
             "quantization int3 is unknown, supported: none, weight_only_int8, weight_only_int4"
         );
         assert_eq!(refusal(None, Some("awq")), "quantization awq is unknown, supported: gguf_blocks");
         assert_eq!(
-            refusal(Some("weight_only_int8".into()), Some("gguf_blocks")),
+            refusal(Some("weight_only_int8"), Some("gguf_blocks")),
             "the checkpoint is quantized as gguf_blocks, it cannot be quantized again as weight_only_int8"
         );
         assert_eq!(
-            refusal(Some(QuantType { name: "weight_only_int4".into(), group_size: Some(48) }), None),
+            GroupSize::new(48).unwrap_err().to_string(),
             "weightonly_group_size is 48, supported: -1 (a whole row), 32, 64, 128"
         );
+    }
+
+    #[test]
+    fn a_group_that_does_not_divide_is_refused_and_the_default_gives_way() {
+        let within = |group: GroupSize, inputs| match group.checked("layer", inputs) {
+            Ok(size) => size.to_string(),
+            Err(err) => err.to_string(),
+        };
+        let default = GroupSize::Fitting(&[128, 64, 32]);
+        assert_eq!(within(default, 1536), "128");
+        assert_eq!(within(default, 576), "64");
+        assert_eq!(within(default, 80), "80");
+        assert_eq!(within(GroupSize::new(-1).unwrap(), 576), "576");
+        let refused = "layer: in is 576, not a multiple of 128 (the quantization group)";
+        assert_eq!(within(GroupSize::new(128).unwrap(), 576), refused);
     }
 }

@@ -59,7 +59,7 @@ impl<Q: Copy + Default + Send> Codes<Q> {
         rows: &Rows<'_>,
         stored: Stored,
         group: usize,
-        encode: &(dyn Fn(&[f32], RowCodes<'_, Q>) + Sync),
+        encode: &(dyn Fn(&[f32], &mut RowCodes<'_, Q>) + Sync),
     ) {
         let groups = rows.cols / group;
         self.values.resize(rows.num_rows * rows.cols, Q::default());
@@ -72,10 +72,10 @@ impl<Q: Copy + Default + Send> Codes<Q> {
         let tasks: Vec<_> = inputs.zip(outputs).map(|task| Mutex::new(Some(task))).collect();
         parallel_for(tasks.len(), &|i| {
             let task = tasks[i].lock().unwrap_or_else(PoisonError::into_inner).take();
-            if let Some((bytes, codes)) = task {
+            if let Some((bytes, mut codes)) = task {
                 let mut row = vec![0.0; rows.cols];
                 stored.to_f32(bytes, &mut row);
-                encode(&row, codes);
+                encode(&row, &mut codes);
             }
         });
     }

@@ -10,32 +10,17 @@ use half::f16;
 use super::GroupSize;
 use super::scheme::{Part, QuantScheme, QuantWeight};
 use super::stream::{Codes, RowCodes, pieces};
-use crate::error::{ModelError, Result};
+use crate::error::Result;
 
 /// Steps that a group's span is first cut into. 15 is the plain choice; more clips the outermost weights.
 const STEPS: [f32; 8] = [15.0, 14.5, 15.5, 16.0, 16.5, 17.0, 17.5, 18.0];
 
 pub(super) struct WeightOnlyInt4 {
-    /// `None`: the largest group up to 128 that divides a layer's inputs.
-    pub(super) group: Option<GroupSize>,
+    pub(super) group: GroupSize,
 }
 
 impl WeightOnlyInt4 {
     pub(super) const NAME: &'static str = "weight_only_int4";
-
-    /// Inputs that share a scale, in a layer of so many inputs a rank.
-    fn group_of(&self, name: &str, inputs: usize) -> Result<usize> {
-        let Some(group) = self.group else {
-            let fits = |size: &usize| inputs.is_multiple_of(*size);
-            return Ok([128, 64, 32].into_iter().find(fits).unwrap_or(inputs));
-        };
-        let of = group.within(inputs);
-        if !inputs.is_multiple_of(of) {
-            let (name, what, why) = (name.to_owned(), "in", "the quantization group");
-            return Err(ModelError::NotMultiple { name, what, size: inputs, of, why });
-        }
-        Ok(of)
-    }
 }
 
 impl QuantScheme for WeightOnlyInt4 {
@@ -46,9 +31,8 @@ impl QuantScheme for WeightOnlyInt4 {
     fn load_merged(&self, parts: &[Part<'_>], in_features: usize) -> Result<Box<dyn QuantWeight>> {
         let (pieces, [out, inputs]) = pieces(parts, in_features, 1)?;
         let at = &parts[0].at;
-        let group = self.group_of(at.path(), inputs)?;
-        let whole_row = group == inputs;
-        let mut weight = Int4Weight::new(at.device(), out, inputs, (!whole_row).then_some(group), Offset::Min)?;
+        let group = self.group.checked(at.path(), inputs)?;
+        let mut weight = Int4Weight::new(at.device(), out, inputs, (group < inputs).then_some(group), Offset::Min)?;
         let mut codes = Codes::new();
         for piece in pieces {
             let at = &piece.part.at;
@@ -63,9 +47,9 @@ impl QuantScheme for WeightOnlyInt4 {
     }
 }
 
-fn encode(row: &[f32], group: usize, codes: RowCodes<'_, u8>) {
+fn encode(row: &[f32], group: usize, codes: &mut RowCodes<'_, u8>) {
     let groups = row.chunks(group).zip(codes.values.chunks_mut(group));
-    for ((weights, values), (scale, min)) in groups.zip(codes.scales.iter_mut().zip(codes.offsets)) {
+    for ((weights, values), (scale, min)) in groups.zip(codes.scales.iter_mut().zip(codes.offsets.iter_mut())) {
         (*scale, *min) = encode_group(weights, values);
     }
 }
@@ -217,21 +201,5 @@ mod tests {
         let mut values = [9u8; 32];
         assert_eq!(encode_group(&[0.25; 32], &mut values), (0.0, 0.25));
         assert_eq!(values, [0; 32]);
-    }
-
-    #[test]
-    fn a_group_that_does_not_divide_is_refused_and_the_default_gives_way() {
-        let group = |group: Option<i64>, inputs| {
-            let group = group.map(|size| GroupSize::new(size).unwrap());
-            match (WeightOnlyInt4 { group }).group_of("layer", inputs) {
-                Ok(size) => size.to_string(),
-                Err(err) => err.to_string(),
-            }
-        };
-        assert_eq!(group(None, 1536), "128");
-        assert_eq!(group(None, 576), "64");
-        assert_eq!(group(None, 80), "80");
-        assert_eq!(group(Some(-1), 576), "576");
-        assert_eq!(group(Some(128), 576), "layer: in is 576, not a multiple of 128 (the quantization group)");
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! Tensors are streamed in pieces of whole rows through one reused buffer, so loading needs little more memory than the weights.
 
-use std::cell::{Cell, RefCell};
-use std::sync::Mutex;
+use std::cell::{Cell, OnceCell, RefCell};
+use std::sync::{Arc, Mutex};
 
+use drafthorse_kernels::ops::rope::RopeTable;
 use drafthorse_kernels::pool::parallel_chunks;
 use drafthorse_kernels::{DType, Device, Tensor};
 use half::{bf16, f16};
@@ -44,6 +45,8 @@ pub(crate) struct LoadContext<'a> {
     pub(crate) progress: Option<&'a dyn Fn(LoadProgress)>,
     buffer: RefCell<Vec<u8>>,
     weight_bytes: Cell<usize>,
+    /// Made once, for all layers and for both passes over the checkpoint.
+    rope: OnceCell<Arc<RopeTable>>,
 }
 
 impl<'a> LoadContext<'a> {
@@ -65,7 +68,22 @@ impl<'a> LoadContext<'a> {
             progress: None,
             buffer: RefCell::default(),
             weight_bytes: Cell::new(0),
+            rope: OnceCell::new(),
         }
+    }
+
+    /// Looks up everything that `build` asks for and reads nothing, then lets it load.
+    ///
+    /// # Errors
+    /// All tensors that are missing or misshapen at once, and whatever `build` returns.
+    pub(crate) fn checked<T>(&'a self, build: impl Fn(&Loader<'a>) -> Result<T>) -> Result<T> {
+        // Memory that nothing is written to costs nothing.
+        self.checkpoint.set_checking(true);
+        build(&self.root())?;
+        self.checkpoint.verdict()?;
+        self.checkpoint.set_checking(false);
+        self.weight_bytes.set(0);
+        build(&self.root())
     }
 
     /// The checkpoint's root.
@@ -133,6 +151,21 @@ impl<'a> Loader<'a> {
 
     pub fn place(&self) -> Place {
         self.context.place
+    }
+
+    /// The cosines and sines that the config asks for.
+    ///
+    /// # Errors
+    /// If the device is out of memory.
+    pub(crate) fn rope_table(&self) -> Result<Arc<RopeTable>> {
+        let cached = &self.context.rope;
+        if cached.get().is_none() {
+            // Nothing else sets it meanwhile: a loader stays on its thread.
+            let _ = cached.set(Arc::new(RopeTable::new(self.device(), &self.config().rope)?));
+        }
+        let table = cached.get().expect("set above").clone();
+        self.context.count_weight(table.size_bytes());
+        Ok(table)
     }
 
     pub(crate) fn context(&self) -> &'a LoadContext<'a> {

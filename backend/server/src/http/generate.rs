@@ -42,7 +42,8 @@ pub(super) fn routes() -> Router<Arc<App>> {
 async fn generate(State(app): State<Arc<App>>, Path(named): Path<Named>, body: Body) -> Result<Response, KserveError> {
     let mut flat = Flat::read(body.object()?)?;
     // One response is all there can be: a stream is gathered, and leaves the prompt out as streams do.
-    if flat.tensors.insert(STREAM.into(), false.into()) == Some(Value::Bool(true)) {
+    if flat.tensors.get(STREAM) == Some(&Value::Bool(true)) {
+        flat.tensors.insert(STREAM.into(), false.into());
         flat.tensors.entry(EXCLUDE_INPUT).or_insert(true.into());
     }
     let _admission = app.admit()?;
@@ -133,9 +134,18 @@ impl Flat {
         let mut flat = Flat { id, tensors: Map::new(), parameters: Map::new(), sampling: Map::new() };
         // What stands on top wins over what is nested.
         for (key, value) in nested.into_iter().chain(body) {
-            let into = if INPUTS.iter().any(|input| input.name == key) {
-                &mut flat.tensors
-            } else if REQUEST_PARAMETERS.contains(&key.as_str()) || key.starts_with("triton_") {
+            let tensor = INPUTS.iter().find(|input| input.name == key);
+            if let Some(tensor) = tensor {
+                let value = match (tensor.data_type, value) {
+                    // Load generators write flags as text.
+                    (DataType::TypeBool, Value::String(text)) if text.eq_ignore_ascii_case("true") => true.into(),
+                    (DataType::TypeBool, Value::String(text)) if text.eq_ignore_ascii_case("false") => false.into(),
+                    (_, value) => value,
+                };
+                flat.tensors.insert(key, value);
+                continue;
+            }
+            let into = if REQUEST_PARAMETERS.contains(&key.as_str()) || key.starts_with("triton_") {
                 &mut flat.parameters
             } else {
                 &mut flat.sampling
@@ -160,12 +170,6 @@ impl Flat {
         }
         let inputs = INPUTS.iter().filter_map(|input| {
             let data = self.tensors.remove(input.name).filter(|data| !data.is_null())?;
-            let data = match (input.data_type, data) {
-                // Load generators write flags as text.
-                (DataType::TypeBool, Value::String(text)) if text.eq_ignore_ascii_case("true") => true.into(),
-                (DataType::TypeBool, Value::String(text)) if text.eq_ignore_ascii_case("false") => false.into(),
-                (_, data) => data,
-            };
             let len = data.as_array().map_or(1, Vec::len);
             let shape = if batched { json!([1, len]) } else { json!([len]) };
             Some(json!({"name": input.name, "datatype": wire_name(input.data_type), "shape": shape, "data": data}))

@@ -58,7 +58,7 @@ pub(super) fn read_request(
     let mut request =
         ModelInferRequest { model_name: model, model_version: version, id, parameters, ..ModelInferRequest::default() };
     for input in list(body.remove("inputs"), "inputs")? {
-        let (tensor, raw) = read_input(input, &mut binary)?;
+        let (tensor, raw) = read_input(&input, &mut binary)?;
         request.inputs.push(tensor);
         request.raw_input_contents.push(raw);
     }
@@ -82,10 +82,10 @@ pub(super) fn read_request(
     Ok(JsonRequest { request, binary: wanted })
 }
 
-fn read_input(input: Value, binary: &mut Bytes) -> Result<(InferInputTensor, Bytes)> {
-    let name = string(&input, "name", "inputs")?;
+fn read_input(input: &Value, binary: &mut Bytes) -> Result<(InferInputTensor, Bytes)> {
+    let name = string(input, "name", "inputs")?;
     let bad = |reason: &str| ServerError::bad_input(format!("input '{name}'"), reason);
-    let datatype = string(&input, "datatype", &format!("input '{name}'"))?;
+    let datatype = string(input, "datatype", &format!("input '{name}'"))?;
     let shape = input["shape"].as_array().and_then(|dims| dims.iter().map(Value::as_i64).collect::<Option<Vec<i64>>>());
     let shape = shape.ok_or_else(|| bad("shape must be a list of whole numbers"))?;
     let mut parameters = read_parameters(input.get("parameters").cloned())?;
@@ -294,7 +294,7 @@ pub(super) fn config_json(config: &ModelConfig) -> Value {
     })
 }
 
-pub(super) fn statistics_json(statistics: ModelStatistics) -> Value {
+pub(super) fn statistics_json(statistics: &ModelStatistics) -> Value {
     let duration = |duration: Option<StatisticDuration>| {
         let duration = duration.unwrap_or_default();
         json!({"count": duration.count, "ns": duration.ns})

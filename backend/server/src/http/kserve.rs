@@ -95,7 +95,7 @@ async fn model_statistics(State(app): State<Arc<App>>, Path(named): Path<Named>)
 
 fn statistics(app: &App, request: &ModelStatisticsRequest) -> Answer {
     let statistics = admin::model_statistics(app, request)?.model_stats;
-    Ok(Json(json!({"model_stats": statistics.into_iter().map(statistics_json).collect::<Vec<_>>()})))
+    Ok(Json(json!({"model_stats": statistics.iter().map(statistics_json).collect::<Vec<_>>()})))
 }
 
 async fn index(State(app): State<Arc<App>>, body: Body) -> Answer {

@@ -271,7 +271,7 @@ async fn infer_takes_binary_tensors_behind_the_json() {
         "input 'text_input': unexpected size, expecting 1 additional bytes behind the JSON"
     );
     assert_eq!(error("", b"\x01\0\0\0ab").await, "body: unexpected additional input data: 1 bytes");
-    assert_eq!(error("999", b"").await, "inference header size: should be in range (0, 148), got: 999");
+    assert_eq!(error("999", b"").await, "inference header size: should be in range (0, 142), got: 999");
 }
 
 #[tokio::test]

@@ -128,6 +128,10 @@ async fn answer_one(
     if ends_on_error {
         return Err(status);
     }
+    let model = app.repository.model(&failed_response.model_name, &failed_response.model_version);
+    if model.is_ok_and(|model| !model.decoupled()) {
+        turn.wait().await;
+    }
     let _ = responses.send(Ok(error_response(failed_response, &status))).await;
     Ok(())
 }

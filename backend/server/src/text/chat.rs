@@ -176,7 +176,7 @@ pub(crate) mod tests {
     }
 
     fn chat(messages: Value) -> Chat {
-        let messages = messages.as_array().unwrap().clone();
+        let Value::Array(messages) = messages else { panic!("a list is wanted") };
         Chat { messages, add_generation_prompt: true, ..Chat::default() }
     }
 

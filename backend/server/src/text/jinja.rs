@@ -60,6 +60,7 @@ fn print_as_python(out: &mut Output, _: &mut State, value: &Value) -> Result<(),
 }
 
 /// `json.dumps` with transformers' defaults: characters beyond ASCII stay, a space after each separator.
+#[expect(clippy::needless_pass_by_value, reason = "this is how minijinja hands over keywords")]
 fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;

@@ -149,9 +149,10 @@ pub(crate) mod tests {
                         "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
                         "byte_fallback": decoder["type"] == "Sequence"}),
         };
-        let file = json!({"version": "1.0", "truncation": {"max_length": 5, "strategy": "LongestFirst", "stride": 0,
-            "direction": "Right"}, "padding": null, "added_tokens": added, "normalizer": null, "pre_tokenizer": pre,
+        let mut file = json!({"version": "1.0", "truncation": {"max_length": 5, "strategy": "LongestFirst", "stride": 0,
+            "direction": "Right"}, "padding": null, "added_tokens": added, "normalizer": null, 
             "post_processor": null, "decoder": decoder, "model": model});
+        file["pre_tokenizer"] = pre;
         Tokenizer::from_bytes(file.to_string().as_bytes()).unwrap()
     }
 

@@ -104,3 +104,18 @@ fn prompt_lookup_drafts_hold_where_text_repeats_and_change_no_token() {
         assert_eq!(engine.serve(&jobs, Schedule::wild(seed)), plain, "seed {seed}");
     }
 }
+
+#[test]
+fn no_draft_is_made_for_a_place_past_the_end() {
+    let mut jobs = mixed_jobs();
+    for job in &mut jobs {
+        job.sampling.max_tokens = 2;
+        job.sampling.stop_tokens.clear();
+    }
+    let plain = fake_engine(None).serve(&jobs, Schedule::together());
+    let outputs = jobs.iter().map(|job| job.prompt.clone()).zip(plain.iter().map(|o| o.tokens.clone())).collect();
+    let mut engine = fake_engine(Some(Box::new(Scripted { outputs, max_drafts: 4, num_right: |_| 4 })));
+    assert_eq!(engine.serve(&jobs, Schedule::together()), plain);
+    // The second token is the last: it is sampled after the first, and nothing can follow it.
+    assert_eq!(engine.num_drafts, 0);
+}

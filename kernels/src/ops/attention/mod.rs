@@ -8,6 +8,7 @@
 #[cfg(test)]
 mod cpu;
 mod cuda;
+mod products;
 mod ragged;
 #[cfg(test)]
 mod tests;

@@ -6,8 +6,7 @@
 
 use std::ops::Range;
 
-use half::bf16;
-
+use super::products::{CacheElement, Q_STRIDE, scores_of, share, values_of};
 use super::{Heads, MAX_HEAD_DIM, SPAN, SPLIT, Seq};
 use crate::dtype::Float;
 use crate::math;
@@ -17,13 +16,15 @@ use crate::simd::{F32x16, Kernel, LANES};
 /// that it and the tile nearly stay in the first.
 pub(super) const TILE_ROWS: usize = 24;
 
-/// Rows that share what is loaded: at two registers a row these fill AVX2's sixteen, but for the loads.
-const SHARED_ROWS: usize = 6;
+/// A tile of at most this many rows waits for memory.
+const FEW_ROWS: usize = 12;
 
-/// What a tile works on and leaves behind. Rows are `head_dim` apart in `q`, `acc` and `total`, and [`SPAN`] in `weights`.
+const CACHE_LINE: usize = 64;
+
+/// What a tile works on and leaves behind. Rows are [`Q_STRIDE`] apart in `q`, [`SPAN`] in `weights`, and `head_dim` in [`Sums`].
 #[repr(align(64))]
 pub(super) struct Scratch {
-    q: [f32; TILE_ROWS * MAX_HEAD_DIM],
+    q: [f32; TILE_ROWS * Q_STRIDE],
     weights: [f32; TILE_ROWS * SPAN],
     /// The split that was walked last.
     pub(super) split: Sums,
@@ -43,7 +44,7 @@ pub(super) struct Sums {
 
 impl Scratch {
     pub(super) const NEW: Scratch = Scratch {
-        q: [0.0; TILE_ROWS * MAX_HEAD_DIM],
+        q: [0.0; TILE_ROWS * Q_STRIDE],
         weights: [0.0; TILE_ROWS * SPAN],
         split: Sums::NEW,
         total: Sums::NEW,
@@ -84,45 +85,13 @@ fn merge(max: &mut f32, sum: &mut f32, acc: &mut [f32], split_max: f32, split_su
     }
 }
 
-/// An element of the cache.
-pub(super) trait CacheElement: Float {
-    /// # Safety
-    /// As [`F32x16::load`].
-    unsafe fn load<V: F32x16>(from: *const Self) -> V;
-}
-
-impl CacheElement for f32 {
-    #[inline(always)]
-    unsafe fn load<V: F32x16>(from: *const f32) -> V {
-        // SAFETY: passed on to the caller.
-        unsafe { V::load(from) }
-    }
-}
-
-impl CacheElement for bf16 {
-    #[inline(always)]
-    unsafe fn load<V: F32x16>(from: *const bf16) -> V {
-        let mut wide = [0.0; LANES];
-        // SAFETY: sixteen elements are there, as the caller promises, and sixteen in the array.
-        unsafe {
-            let narrow = from.cast::<[u16; LANES]>().read_unaligned();
-            for i in 0..LANES {
-                wide[i] = f32::from_bits(u32::from(narrow[i]) << 16);
-            }
-            V::load(wide.as_ptr())
-        }
-    }
-}
-
 /// What all tiles of a call share.
 #[derive(Clone, Copy)]
-pub(super) struct Layer<'a, T, C> {
-    pub qkv: &'a [T],
+pub(super) struct Layer<'a, C> {
     pub k: &'a [C],
     pub v: &'a [C],
     pub block_size: usize,
     pub heads: Heads,
-    pub scale: f32,
 }
 
 /// Some queries of one sequence that read one KV head.
@@ -142,6 +111,17 @@ impl Tile<'_> {
         (self.seq.first_token + row / group, self.kv_head * group + row % group)
     }
 
+    /// Puts the scaled queries where [`Walk`] reads them.
+    pub(super) fn load<T: Float>(&self, qkv: &[T], heads: Heads, scale: f32, scratch: &mut Scratch) {
+        for row in 0..self.rows.len() {
+            let (token, head) = self.place(row, heads);
+            let q = &qkv[token * heads.qkv_cols() + head * heads.head_dim..][..heads.head_dim];
+            for (to, q) in scratch.q[row * Q_STRIDE..].iter_mut().zip(q) {
+                *to = q.to_f32() * scale;
+            }
+        }
+    }
+
     /// Keys that a row sees.
     #[inline(always)]
     pub(super) fn visible(&self, row: usize, heads: Heads) -> usize {
@@ -151,25 +131,20 @@ impl Tile<'_> {
 
 /// Walks `splits` for every row of a tile and merges them into `scratch.total`; the last one is left in `scratch.split`.
 ///
-/// Needs what the tile sees to be in the block table and the cache, and at most [`TILE_ROWS`] rows.
-pub(super) struct Walk<'a, T, C> {
-    pub layer: Layer<'a, T, C>,
+/// Needs the tile's queries in `scratch`, what it sees in block table and cache, and at most [`TILE_ROWS`] rows.
+pub(super) struct Walk<'a, C> {
+    pub layer: Layer<'a, C>,
     pub tile: Tile<'a>,
     pub splits: Range<usize>,
     pub scratch: &'a mut Scratch,
 }
 
-impl<T: Float, C: CacheElement> Kernel for Walk<'_, T, C> {
+impl<C: CacheElement> Kernel for Walk<'_, C> {
     #[inline(always)]
     unsafe fn run<V: F32x16>(self) {
         let Walk { layer, tile, splits, scratch } = self;
         let (heads, dim, num_rows) = (layer.heads, layer.heads.head_dim, tile.rows.len());
         for row in 0..num_rows {
-            let (token, head) = tile.place(row, heads);
-            let q = &layer.qkv[token * heads.qkv_cols() + head * dim..][..dim];
-            for (to, q) in scratch.q[row * dim..][..dim].iter_mut().zip(q) {
-                *to = q.to_f32() * layer.scale;
-            }
             scratch.visible[row] = tile.visible(row, heads);
         }
         scratch.total.clear(0..num_rows, dim);
@@ -181,7 +156,7 @@ impl<T: Float, C: CacheElement> Kernel for Walk<'_, T, C> {
             for first in (start..end).step_by(SPAN) {
                 let first_row = first_that_sees(&scratch.visible[..num_rows], first);
                 // SAFETY: the caller promises the instructions; rows from `first_row` on see a key of the span.
-                unsafe { span::<V, T, C>(&layer, &tile, scratch, first_row..num_rows, first) }
+                unsafe { span::<V, C>(&layer, &tile, scratch, first_row..num_rows, first) }
             }
             for row in first_row..num_rows {
                 let (total, part) = (&mut scratch.total, &scratch.split);
@@ -233,8 +208,8 @@ fn first_that_sees(visible: &[usize], position: usize) -> usize {
 /// # Safety
 /// The CPU must have the instructions of `V`; every row of `rows` sees the key at `first`.
 #[inline(always)]
-unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
-    layer: &Layer<'_, T, C>,
+unsafe fn span<V: F32x16, C: CacheElement>(
+    layer: &Layer<'_, C>,
     tile: &Tile<'_>,
     scratch: &mut Scratch,
     rows: Range<usize>,
@@ -252,14 +227,23 @@ unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
     }
 
     let seen = scratch.count[rows.end - 1];
+    // Few rows are done with the keys sooner than memory brings more: ask for the values while scores are computed.
+    let few = rows.len() <= FEW_ROWS;
+    if few {
+        for at in (0..seen).step_by(run) {
+            let v = &layer.v[base(first + at) + (first + at) % block_size * dim..][..run * dim];
+            // SAFETY: the CPU has the instructions of `V`.
+            unsafe { prefetch::<V, C>(v, dim, dim) }
+        }
+    }
     for at in (0..seen).step_by(run) {
         let slot = (first + at) % block_size;
         let k = &layer.k[base(first + at)..][..block_size * dim];
         let mut row = rows.start;
         while row < rows.end {
-            let num = SHARED_ROWS.min(rows.end - row);
+            let num = share(rows.end - row);
             let keys = scratch.count[row + num - 1].saturating_sub(at).min(run).next_multiple_of(LANES);
-            let q = &scratch.q[row * dim..(row + num) * dim];
+            let q = &scratch.q[row * Q_STRIDE..(row + num) * Q_STRIDE];
             let scores = &mut scratch.weights[row * SPAN + at..];
             // SAFETY: `num` rows of q; of k, from `slot` on, `keys` lanes a dimension, as slot + run is within the block; of the
             // scores, `keys` for each of `num` rows, as at + run <= SPAN.
@@ -268,6 +252,15 @@ unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
         }
     }
 
+    if few {
+        // And for the next keys while values are weighed.
+        let next = first + SPAN;
+        for at in (next..scratch.visible[rows.end - 1].min(next + SPAN)).step_by(run) {
+            let k = &layer.k[base(at)..][..block_size * dim];
+            // SAFETY: as above.
+            unsafe { prefetch::<V, C>(&k[at % block_size..], block_size, run) }
+        }
+    }
     for row in rows.clone() {
         let weights = &mut scratch.weights[row * SPAN..][..SPAN];
         let correction =
@@ -284,22 +277,41 @@ unsafe fn span<V: F32x16, T: Float, C: CacheElement>(
         let v = &layer.v[base(first + at) + slot * dim..][..run * dim];
         let mut row = rows.start;
         while row < rows.end {
-            let num = SHARED_ROWS.min(rows.end - row);
+            let num = share(rows.end - row);
             // Rows see ever more keys: those that all of them see first, then those that fewer do.
             let (mut done, mut from) = (0, row);
             while from < row + num {
                 let keys = scratch.count[from].saturating_sub(at).min(run);
                 if keys > done {
-                    let num = row + num - from;
-                    let weights = &scratch.weights[from * SPAN + at..];
-                    let acc = &mut scratch.split.acc[from * dim..(from + num) * dim];
-                    // SAFETY: `keys` weights of each of `num` rows, `keys` values, `num` rows of acc.
-                    unsafe { values_of::<V, C>(num, weights, v, done..keys, dim, acc) }
+                    let mut first = from;
+                    while first < row + num {
+                        let num = share(row + num - first);
+                        let weights = &scratch.weights[first * SPAN + at..];
+                        let acc = &mut scratch.split.acc[first * dim..(first + num) * dim];
+                        // SAFETY: `keys` weights of each of `num` rows, `keys` values, `num` rows of acc.
+                        unsafe { values_of::<V, C>(num, weights, v, done..keys, dim, acc) }
+                        first += num;
+                    }
                     done = keys;
                 }
                 from += 1;
             }
             row += num;
+        }
+    }
+}
+
+/// Asks for `cols` elements of each row, `stride` apart.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn prefetch<V: F32x16, C: CacheElement>(x: &[C], stride: usize, cols: usize) {
+    for row in x.chunks(stride) {
+        let row = &row[..cols.min(row.len())];
+        for line in (0..row.len()).step_by(CACHE_LINE / size_of::<C>()) {
+            // SAFETY: passed on to the caller; a prefetch may be of any address.
+            unsafe { V::prefetch(row[line..].as_ptr().cast()) }
         }
     }
 }
@@ -337,140 +349,4 @@ fn exponentiate(scores: &mut [f32], count: usize, max: &mut f32, sum: &mut f32) 
     *max = new_max;
     *sum = sum.mul_add(correction, math::fold(lanes));
     correction
-}
-
-/// `scores[m][j] = q[m] · k[j]` for `num` rows and `keys` keys.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`. Rows of q are `dim` apart, rows of scores [`SPAN`]; dimension d of key j is
-/// `k[d * block_size + slot + j]`; `keys` is a multiple of 16.
-#[inline(always)]
-unsafe fn scores_of<V: F32x16, C: CacheElement>(
-    num: usize,
-    q: &[f32],
-    k: &[C],
-    slot: usize,
-    block_size: usize,
-    dim: usize,
-    keys: usize,
-    scores: &mut [f32],
-) {
-    let (q, k, scores) = (q.as_ptr(), k.as_ptr(), scores.as_mut_ptr());
-    let mut at = 0;
-    while at < keys {
-        let left = (keys - at) / LANES;
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let (k, scores) = (k.add(slot + at), scores.add(at));
-            // Few rows take several vectors of keys, so that enough sums are in flight.
-            at += LANES
-                * match (num, left) {
-                    (1, 4..) => products::<V, C, 1, 4>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (1, 2..) => products::<V, C, 1, 2>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (2, 2..) => products::<V, C, 2, 2>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (3, 2..) => products::<V, C, 3, 2>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (1, _) => products::<V, C, 1, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (2, _) => products::<V, C, 2, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (3, _) => products::<V, C, 3, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (4, _) => products::<V, C, 4, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    (5, _) => products::<V, C, 5, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                    _ => products::<V, C, 6, 1>(q, dim, k, block_size, dim, scores, SPAN, false),
-                };
-        }
-    }
-}
-
-/// `acc[m] += weights[m][j] * v[j]` for `num` rows and the keys j of `keys`, in order.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`. Rows of weights are [`SPAN`] apart, those of v and acc `dim`.
-#[inline(always)]
-unsafe fn values_of<V: F32x16, C: CacheElement>(
-    num: usize,
-    weights: &[f32],
-    v: &[C],
-    keys: Range<usize>,
-    dim: usize,
-    acc: &mut [f32],
-) {
-    let (w, count) = (weights[keys.start..].as_ptr(), keys.len());
-    let (values, sums) = (v[keys.start * dim..].as_ptr(), acc.as_mut_ptr());
-    let mut d = 0;
-    while d + LANES <= dim {
-        let left = (dim - d) / LANES;
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let (v, acc) = (values.add(d), sums.add(d));
-            d += LANES
-                * match (num, left) {
-                    (1, 4..) => products::<V, C, 1, 4>(w, SPAN, v, dim, count, acc, dim, true),
-                    (1, 2..) => products::<V, C, 1, 2>(w, SPAN, v, dim, count, acc, dim, true),
-                    (2, 2..) => products::<V, C, 2, 2>(w, SPAN, v, dim, count, acc, dim, true),
-                    (3, 2..) => products::<V, C, 3, 2>(w, SPAN, v, dim, count, acc, dim, true),
-                    (1, _) => products::<V, C, 1, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (2, _) => products::<V, C, 2, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (3, _) => products::<V, C, 3, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (4, _) => products::<V, C, 4, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    (5, _) => products::<V, C, 5, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                    _ => products::<V, C, 6, 1>(w, SPAN, v, dim, count, acc, dim, true),
-                };
-        }
-    }
-    // A head of an odd number of eights.
-    for m in 0..num {
-        for j in keys.clone() {
-            let weight = weights[m * SPAN + j];
-            for d in d..dim {
-                let acc = &mut acc[m * dim + d];
-                *acc = weight.mul_add(v[j * dim + d].to_f32(), *acc);
-            }
-        }
-    }
-}
-
-/// `c[m][lane] (+)= sum over i of a[m][i] * b[i][lane]`, a chain in the order of i, for M rows and P vectors of lanes. Returns P.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`; rows of a, b and c begin `stride` apart and hold what is read and written.
-#[inline(always)]
-unsafe fn products<V: F32x16, C: CacheElement, const M: usize, const P: usize>(
-    a: *const f32,
-    a_stride: usize,
-    b: *const C,
-    b_stride: usize,
-    count: usize,
-    c: *mut f32,
-    c_stride: usize,
-    add: bool,
-) -> usize {
-    const { assert!(M <= SHARED_ROWS) };
-    // SAFETY: as the caller promises.
-    unsafe {
-        let mut sums = [[V::zero(); P]; M];
-        if add {
-            for m in 0..M {
-                for p in 0..P {
-                    sums[m][p] = V::load(c.add(m * c_stride + p * LANES));
-                }
-            }
-        }
-        for i in 0..count {
-            let mut vectors = [V::zero(); P];
-            for p in 0..P {
-                vectors[p] = C::load::<V>(b.add(i * b_stride + p * LANES));
-            }
-            for m in 0..M {
-                let a = V::splat(*a.add(m * a_stride + i));
-                for p in 0..P {
-                    sums[m][p] = a.mul_add(vectors[p], sums[m][p]);
-                }
-            }
-        }
-        for m in 0..M {
-            for p in 0..P {
-                sums[m][p].store(c.add(m * c_stride + p * LANES));
-            }
-        }
-    }
-    P
 }

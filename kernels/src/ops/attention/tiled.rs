@@ -3,7 +3,8 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::tile::{CacheElement, Join, Layer, Scratch, TILE_ROWS, Tile, Walk};
+use super::products::CacheElement;
+use super::tile::{Join, Layer, Scratch, TILE_ROWS, Tile, Walk};
 use super::{Heads, Ragged, SPLIT, WORKSPACE_BYTES};
 use crate::dtype::{DType, Float};
 use crate::error::Result;
@@ -33,8 +34,8 @@ pub(super) fn attention<T: Float, C: CacheElement>(
     num_threads: usize,
 ) -> Result<()> {
     let block_size = k.dims()[2];
-    let layer =
-        Layer { qkv: qkv.as_slice::<T>(), k: k.as_slice::<C>(), v: v.as_slice::<C>(), block_size, heads, scale };
+    let layer = Layer { k: k.as_slice::<C>(), v: v.as_slice::<C>(), block_size, heads };
+    let qkv = qkv.as_slice::<T>();
     let num_seqs = ragged.num_seqs();
     // Where each sequence's tiles begin; one KV head has all of them.
     let mut starts = workspace.take([num_seqs + 1], DType::I32)?;
@@ -85,6 +86,7 @@ pub(super) fn attention<T: Float, C: CacheElement>(
             let tile = tile(num_tasks - 1 - index);
             let splits = 0..tile.visible(tile.rows.len() - 1, heads).div_ceil(SPLIT);
             SCRATCH.with_borrow_mut(|scratch| {
+                tile.load(qkv, heads, scale, scratch);
                 walk(level, layer, &tile, splits, scratch);
                 put(&tile, scratch);
             });
@@ -104,6 +106,7 @@ pub(super) fn attention<T: Float, C: CacheElement>(
         // SAFETY: each index has its own part, and `parts` is borrowed until all are done.
         let part = unsafe { shared.slice(index * part_len..(index + 1) * part_len) };
         SCRATCH.with_borrow_mut(|scratch| {
+            tile.load(qkv, heads, scale, scratch);
             walk(level, layer, &tile, split..split + 1, scratch);
             scratch.split.store(tile.rows.len(), heads.head_dim, part);
         });
@@ -122,9 +125,9 @@ pub(super) fn attention<T: Float, C: CacheElement>(
     Ok(())
 }
 
-fn walk<T: Float, C: CacheElement>(
+fn walk<C: CacheElement>(
     level: Level,
-    layer: Layer<'_, T, C>,
+    layer: Layer<'_, C>,
     tile: &Tile<'_>,
     splits: Range<usize>,
     scratch: &mut Scratch,

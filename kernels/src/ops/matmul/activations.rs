@@ -30,10 +30,7 @@ impl Activations {
         let padded = inputs.next_multiple_of(PAD);
         let num_rows = x.len() / inputs;
         let group = weight.scales.as_ref().map_or(inputs, |scales| scales.group);
-        let num_sums = match &weight.scales {
-            Some(scales) if scales.layout.has_offset() => scales.num_groups,
-            _ => 0,
-        };
+        let num_sums = weight.scales.as_ref().filter(|_| F::OFFSET).map_or(0, |scales| scales.num_groups);
         let mut values = workspace.take([num_rows, padded], DType::F32)?;
         let mut sums = workspace.take([num_rows, num_sums], DType::F32)?;
         let all_values = SharedMut::new(values.as_mut_slice::<f32>());
@@ -89,19 +86,41 @@ pub(super) fn tile_rows(num_rows: usize, tile: usize) -> Range<usize> {
 
 /// `to[k][row] = from[row][k]`, scaled as the format asks, zeros in the padding.
 fn interleave<T: Float, F: Format>(from: &[T], inputs: usize, num_rows: usize, to: &mut [f32]) {
-    to[inputs * num_rows..].fill(0.0);
-    for (r, row) in from.chunks(inputs).enumerate() {
-        for (at, x) in row.chunks(PAD).enumerate() {
-            let to = &mut to[at * PAD * num_rows..];
-            for (j, &x) in x.iter().enumerate() {
-                to[j * num_rows + r] = x.to_f32() * F::X_SCALES[j];
+    match num_rows {
+        1 => interleave_rows::<T, F, 1>(from, inputs, to),
+        2 => interleave_rows::<T, F, 2>(from, inputs, to),
+        3 => interleave_rows::<T, F, 3>(from, inputs, to),
+        4 => interleave_rows::<T, F, 4>(from, inputs, to),
+        5 => interleave_rows::<T, F, 5>(from, inputs, to),
+        _ => interleave_rows::<T, F, MAX_ROWS>(from, inputs, to),
+    }
+}
+
+fn interleave_rows<T: Float, F: Format, const ROWS: usize>(from: &[T], inputs: usize, to: &mut [f32]) {
+    let rows: [&[T]; ROWS] = std::array::from_fn(|r| &from[r * inputs..(r + 1) * inputs]);
+    let mut to = to.chunks_exact_mut(PAD * ROWS);
+    for (at, to) in (0..inputs / PAD).map(|i| i * PAD).zip(&mut to) {
+        for r in 0..ROWS {
+            let x = &rows[r][at..at + PAD];
+            for j in 0..PAD {
+                to[j * ROWS + r] = x[j].to_f32() * F::X_SCALES[j];
+            }
+        }
+    }
+    // What is left if inputs are padded.
+    let rest = inputs / PAD * PAD;
+    for to in to {
+        to.fill(0.0);
+        for r in 0..ROWS {
+            for (j, x) in rows[r][rest..].iter().enumerate() {
+                to[j * ROWS + r] = x.to_f32() * F::X_SCALES[j];
             }
         }
     }
 }
 
 /// The sum of `x`: sixteen sums of every sixteenth element, then halves added to halves.
-pub(crate) fn lane_sum<T: Float>(x: &[T]) -> f32 {
+pub(super) fn lane_sum<T: Float>(x: &[T]) -> f32 {
     let mut lanes = [0.0f32; LANES];
     for x in x.chunks(LANES) {
         for (lane, &x) in lanes.iter_mut().zip(x) {

@@ -14,6 +14,12 @@ pub(crate) unsafe trait Format: Send + Sync + 'static {
 
     /// The op, for errors.
     const OP: &'static str;
+    /// Whether groups are scaled.
+    const SCALED: bool;
+    /// Whether something is added to scaled groups.
+    const OFFSET: bool;
+    /// Whether lines come from far away.
+    const PREFETCH: bool = true;
     /// Inputs in a line; divides 8.
     const LINE: usize;
     /// Bytes of a line.
@@ -29,9 +35,9 @@ pub(crate) unsafe trait Format: Send + Sync + 'static {
     /// The weight of output `lane` and input `j` of a line: the plain counterpart of `decode`, divided by the x scale.
     fn value(line: &[u8], lane: usize, j: usize) -> f32;
 
-    /// Input `j` of all outputs.
+    /// Input `J` of all outputs.
     ///
     /// # Safety
     /// `line` must point to a line, and the CPU must have the instructions of `V`.
-    unsafe fn decode<V: F32x16>(line: *const u8, j: usize) -> V;
+    unsafe fn decode<V: F32x16, const J: usize>(line: *const u8) -> V;
 }

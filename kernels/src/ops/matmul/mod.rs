@@ -7,8 +7,8 @@
 //!                  acc = fma(scale, sum, acc), then acc = fma(offset, sum of the group's x, acc)
 //! ```
 //!
-//! Without scales there is one group and `acc = sum`. The sum of a group's x is that of [`lane_sum`]. So a row's result is the
-//! same alone and in any batch, and every path equals [`reference`](mod@reference).
+//! Without scales there is one group and `acc = sum`. The sum of a group's x is that of `lane_sum`. So a row's result is the
+//! same alone and in any batch, and every path equals the plain one in `reference.rs`.
 //!
 //! **Layout.** Outputs lie in blocks of 16, one a vector lane ([`Packed`]); a block's lines follow each other in k. Few rows
 //! read each line once and multiply it straight from its packed form: that is as fast as the memory delivers. Many rows first
@@ -20,16 +20,18 @@ mod activations;
 mod format;
 mod packed;
 mod panel;
-pub(crate) mod reference;
+#[cfg(test)]
+mod reference;
 mod run;
 mod scales;
 mod tile;
 
-pub(crate) use activations::lane_sum;
 pub(crate) use format::Format;
 pub(crate) use packed::Packed;
+#[cfg(test)]
+pub(crate) use run::matmul_at;
 pub use run::workspace_bytes;
-pub(crate) use run::{gather, matmul, matmul_at};
+pub(crate) use run::{gather, matmul};
 pub use scales::Offset;
 pub(crate) use scales::Scales;
 

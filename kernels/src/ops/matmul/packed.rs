@@ -1,11 +1,13 @@
 //! Weights in blocks of 16 outputs.
 
+use std::ops::Range;
+
 use super::{Format, PAD, Scales};
 use crate::device::Device;
 use crate::dtype::{DType, Float};
 use crate::error::{KernelError, Result};
 use crate::pool::{SharedMut, parallel_for};
-use crate::simd::LANES;
+use crate::simd::{LANES, Level};
 use crate::tensor::Tensor;
 
 /// A weight `[outputs, inputs]`, `[ceil(outputs / 16)]` blocks of `[padded inputs / F::LINE]` lines.
@@ -115,6 +117,18 @@ impl<F: Format> Packed<F> {
     /// `[outputs, inputs]`.
     pub(crate) fn dims(&self) -> [usize; 2] {
         [self.outputs, self.inputs]
+    }
+
+    /// Groups of a row; 1 without scales.
+    pub(super) fn num_groups(&self) -> usize {
+        self.scales.as_ref().map_or(1, |scales| scales.num_groups)
+    }
+
+    /// [`Scales::expand`], if there are any.
+    pub(super) fn expand_scales(&self, level: Level, groups: Range<usize>, blocks: Range<usize>, to: &mut [f32]) {
+        if let Some(scales) = &self.scales {
+            scales.expand(level, groups, blocks, to);
+        }
     }
 
     pub(crate) fn num_blocks(&self) -> usize {

@@ -5,16 +5,23 @@ use std::marker::PhantomData;
 use super::Format;
 use crate::simd::{F32x16, Kernel, LANES};
 
-/// A panel as a format: lines of four inputs in f32, multiplied by what `F`'s activations are divided by.
-pub(super) struct Panel<F>(PhantomData<F>);
+/// Inputs of a panel's line.
+pub(super) const PANEL_LINE: usize = 4;
+
+/// A panel as a format: lines of four inputs in f32, multiplied by what the activations of the format it came from are
+/// divided by. `SCALED` and `OFFSET` are of that format, or false where scales come after the last panel.
+pub(super) struct Panel<const SCALED: bool, const OFFSET: bool>;
 
 // SAFETY: decode reads 64 of the line's 256 bytes for each of four inputs.
-unsafe impl<F: Format> Format for Panel<F> {
+unsafe impl<const SCALED: bool, const OFFSET: bool> Format for Panel<SCALED, OFFSET> {
     type Value = f32;
 
-    const OP: &'static str = F::OP;
-    const LINE: usize = 4;
-    const LINE_BYTES: usize = 4 * LANES * 4;
+    const OP: &'static str = "matmul";
+    const SCALED: bool = SCALED;
+    const OFFSET: bool = OFFSET;
+    const PREFETCH: bool = false;
+    const LINE: usize = PANEL_LINE;
+    const LINE_BYTES: usize = PANEL_LINE * LANES * 4;
 
     fn encode(line: &mut [u8], lane: usize, values: &[f32]) {
         for (j, value) in values.iter().enumerate() {
@@ -28,9 +35,9 @@ unsafe impl<F: Format> Format for Panel<F> {
     }
 
     #[inline(always)]
-    unsafe fn decode<V: F32x16>(line: *const u8, j: usize) -> V {
+    unsafe fn decode<V: F32x16, const J: usize>(line: *const u8) -> V {
         // SAFETY: the caller gives a whole line.
-        unsafe { V::load(line.cast::<f32>().add(j * LANES)) }
+        unsafe { V::load(line.cast::<f32>().add(J * LANES)) }
     }
 }
 
@@ -50,10 +57,28 @@ impl<F: Format> Kernel for Unpack<F> {
             unsafe {
                 let line = self.lines.add(i * F::LINE_BYTES);
                 V::prefetch(line.wrapping_add(1024));
-                for j in 0..F::LINE {
-                    F::decode::<V>(line, j).store(self.to.add((i * F::LINE + j) * LANES));
-                }
+                let to = self.to.add(i * F::LINE * LANES);
+                unpack::<V, F, 0>(line, to);
+                unpack::<V, F, 1>(line, to);
+                unpack::<V, F, 2>(line, to);
+                unpack::<V, F, 3>(line, to);
+                unpack::<V, F, 4>(line, to);
+                unpack::<V, F, 5>(line, to);
+                unpack::<V, F, 6>(line, to);
+                unpack::<V, F, 7>(line, to);
             }
         }
+    }
+}
+
+/// Writes out input `J` of a line, if lines have so many.
+///
+/// # Safety
+/// `line` must point to a line, `to` to room for its inputs, and the CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn unpack<V: F32x16, F: Format, const J: usize>(line: *const u8, to: *mut f32) {
+    if J < F::LINE {
+        // SAFETY: passed on to the caller.
+        unsafe { F::decode::<V, J>(line).store(to.add(J * LANES)) }
     }
 }

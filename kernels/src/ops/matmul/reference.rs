@@ -1,6 +1,7 @@
 //! The truth: one output at a time, in the order of its inputs.
 
-use super::{Format, Packed, lane_sum};
+use super::activations::lane_sum;
+use super::{Format, Packed};
 use crate::dtype::Float;
 
 /// `y[row][output]` in f32, before rounding to y's dtype.
@@ -22,6 +23,6 @@ fn dot<F: Format, T: Float>(x: &[T], weight: &Packed<F>, output: usize) -> f32 {
     groups.fold(0.0, |acc, (group, (x, q))| {
         let (scale, offset) = scales.get(output, group);
         let acc = scale.mul_add(chain(x, q), acc);
-        if scales.layout.has_offset() { offset.mul_add(lane_sum(x), acc) } else { acc }
+        if F::OFFSET { offset.mul_add(lane_sum(x), acc) } else { acc }
     })
 }

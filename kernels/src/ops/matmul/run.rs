@@ -5,9 +5,10 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::activations::{Activations, num_tiles, pack_bytes, tile_rows};
-use super::panel::{Panel, Unpack};
-use super::tile::{self, Tile, TileScales};
-use super::{Format, MAX_ROWS, Packed};
+use super::panel::{PANEL_LINE, Panel, Unpack};
+use super::scales::EXPANDED;
+use super::tile::{self, Rescale, Tile};
+use super::{Format, Packed};
 use crate::dtype::{DType, Float};
 use crate::error::{KernelError, Result};
 use crate::pool::{SharedMut, num_threads, parallel_for};
@@ -19,15 +20,18 @@ use crate::workspace::Workspace;
 /// Up to this many tiles of rows, weights are multiplied straight from their packed form, which is unpacked anew for each tile.
 const FEW_TILES: usize = 2;
 
-/// Inputs of a panel: 16 KiB, half of a usual L1 cache.
-const PANEL_INPUTS: usize = 256;
+/// Inputs of a panel: 12 KiB, so that two threads on a core with 32 KiB of L1 cache both have theirs in it.
+const PANEL_INPUTS: usize = 192;
 /// Blocks in panels at a time, at most.
 const PANEL_BLOCKS: usize = 2;
 /// Tiles that go over a panel in turn: their activations stay in the L2 cache.
 const PANEL_TILES: usize = 32;
 
-/// Numbers one tile puts out at most.
-const TILE_OUT: usize = MAX_ROWS * PANEL_BLOCKS * LANES;
+/// Groups of a panel at most; the smallest group is 32.
+const PANEL_GROUPS: usize = PANEL_INPUTS / 32;
+
+/// Groups whose scales few rows read at a time: 8 KiB for a tile's blocks.
+const EXPANDED_GROUPS: usize = 16;
 
 /// Bytes of workspace that a matmul of `num_rows` rows and `inputs` inputs takes, whatever the format.
 pub fn workspace_bytes(num_rows: usize, inputs: usize) -> usize {
@@ -108,39 +112,46 @@ impl<F: Format, T: Float> Product<'_, F, T> {
     /// All rows times `blocks`, each tile reading the packed lines.
     fn few_rows(&self, blocks: Range<usize>) {
         let tiles = num_tiles(self.activations.num_rows);
-        let most_rows = tile_rows(self.activations.num_rows, tiles - 1).len();
-        let scales = self.weight.scales.as_ref();
+        let most_rows = self.tile_rows(tiles - 1).len();
+        let num_groups = self.weight.num_groups();
+        let lines_per_group = self.weight.num_lines / num_groups;
+        let parts = num_groups.div_ceil(EXPANDED_GROUPS);
+        let block_bytes = self.weight.block_bytes();
+
+        let mut scales = [0.0f32; EXPANDED_GROUPS * tile::MAX_BLOCKS * EXPANDED];
         let mut first = blocks.start;
         while first < blocks.end {
             let num_blocks = tile::num_blocks(self.level, most_rows, blocks.end - first);
-            let block_bytes = self.weight.block_bytes();
             // The same place in the next blocks, unless that is so far that it would push out what is in use.
             let ahead = num_blocks * block_bytes;
             let prefetch = if ahead <= 128 * 1024 { ahead } else { 2048 };
-            for i in 0..tiles {
-                let rows = tile_rows(self.activations.num_rows, i);
-                let (x, sums) = self.activations.tile(&rows);
-                let mut out = [0.0f32; TILE_OUT];
-                let num_groups = scales.map_or(1, |scales| scales.num_groups);
-                let tile = Tile {
-                    lines: self.weight.block(first),
-                    block_bytes,
-                    prefetch: if i == 0 { prefetch } else { 0 },
-                    x,
-                    num_groups,
-                    lines_per_group: self.weight.num_lines / num_groups,
-                    resumes: false,
-                    scales: scales.map(|scales| TileScales {
-                        layout: scales.layout,
-                        records: scales.block(first),
-                        block_bytes: scales.block_bytes(),
-                        sums,
-                    }),
-                    out: out.as_mut_ptr(),
-                };
-                // SAFETY: the weight holds these blocks, the activations these rows; `out` has room for any tile.
-                unsafe { tile::run::<F>(self.level, rows.len(), num_blocks, tile) };
-                self.store(rows, first, num_blocks, &out);
+            let mut outs = [[0.0f32; tile::MAX_OUT]; FEW_TILES];
+            for part in 0..parts {
+                let groups = even(num_groups, parts, part);
+                self.weight.expand_scales(self.level, groups.clone(), first..first + num_blocks, &mut scales);
+                for (i, out) in outs[..tiles].iter_mut().enumerate() {
+                    let rows = self.tile_rows(i);
+                    let (x, sums) = self.activations.tile(&rows);
+                    let skipped = groups.start * lines_per_group;
+                    // SAFETY: the weight holds these blocks and groups, the activations these rows; `out` has room for any tile.
+                    unsafe {
+                        let tile = Tile {
+                            lines: self.weight.block(first).add(skipped * F::LINE_BYTES),
+                            block_bytes,
+                            prefetch,
+                            x: x.add(skipped * F::LINE * rows.len()),
+                            num_groups: groups.len(),
+                            lines_per_group,
+                            scales: scales.as_ptr(),
+                            sums: sums.wrapping_add(groups.start * rows.len()),
+                            out: out.as_mut_ptr(),
+                        };
+                        tile::run::<F>(self.level, rows.len(), num_blocks, tile);
+                    }
+                }
+            }
+            for (i, out) in outs[..tiles].iter().enumerate() {
+                self.store(self.tile_rows(i), first, num_blocks, out);
             }
             first += num_blocks;
         }
@@ -148,25 +159,27 @@ impl<F: Format, T: Float> Product<'_, F, T> {
 
     /// Tiles `tiles` times `blocks`, through panels.
     fn many_rows(&self, tiles: Range<usize>, blocks: Range<usize>) {
-        let scales = self.weight.scales.as_ref();
-        let whole = self.weight.num_lines * F::LINE;
+        let num_groups = self.weight.num_groups();
+        let inputs = self.weight.num_lines * F::LINE;
         // A panel holds whole groups, or a part of the only one.
-        let grouped = scales.filter(|scales| scales.num_groups > 1);
-        let unit = grouped.map_or(super::PAD, |scales| scales.group);
-        let units = whole / unit;
+        let grouped = num_groups > 1;
+        let unit = if grouped { inputs / num_groups } else { super::PAD };
+        let units = inputs / unit;
         let parts = units.div_ceil(PANEL_INPUTS / unit);
-        let rows_of = |tile: usize| tile_rows(self.activations.num_rows, tile);
-        let most_rows = tiles.clone().map(|tile| rows_of(tile).len()).max().unwrap_or(1);
+        let most_rows = tiles.clone().map(|tile| self.tile_rows(tile).len()).max().unwrap_or(1);
 
         let mut panel = MaybeUninit::<[f32; PANEL_INPUTS * LANES * PANEL_BLOCKS]>::uninit();
-        let mut out = [0.0f32; PANEL_TILES * TILE_OUT];
+        let mut scales = [0.0f32; PANEL_GROUPS * PANEL_BLOCKS * EXPANDED];
+        let mut outs = [[0.0f32; tile::MAX_OUT]; PANEL_TILES];
         let mut first = blocks.start;
         while first < blocks.end {
             let num_blocks = tile::num_blocks(self.level, most_rows, blocks.end - first).min(PANEL_BLOCKS);
-            out[..tiles.len() * TILE_OUT].fill(0.0);
+            outs[..tiles.len()].fill([0.0; tile::MAX_OUT]);
             for part in 0..parts {
-                let inputs = even(units, parts, part);
-                let (inputs, last) = (inputs.start * unit..inputs.end * unit, part + 1 == parts);
+                let units = even(units, parts, part);
+                let inputs = units.start * unit..units.end * unit;
+                let groups = if grouped { units } else { 0..1 };
+                self.weight.expand_scales(self.level, groups.clone(), first..first + num_blocks, &mut scales);
                 let panel_at = panel.as_mut_ptr().cast::<f32>();
                 for b in 0..num_blocks {
                     // SAFETY: the line of the first input is in the block, and the panel has room for `inputs`.
@@ -179,11 +192,9 @@ impl<F: Format, T: Float> Product<'_, F, T> {
                         });
                     }
                 }
-                for (i, out) in tiles.clone().zip(out.chunks_mut(TILE_OUT)) {
-                    let rows = rows_of(i);
+                for (i, out) in tiles.clone().zip(&mut outs) {
+                    let rows = self.tile_rows(i);
                     let (x, sums) = self.activations.tile(&rows);
-                    let first_group = grouped.map_or(0, |scales| inputs.start / scales.group);
-                    let num_groups = grouped.map_or(1, |scales| inputs.len() / scales.group);
                     // SAFETY: as in `few_rows`; the panel was filled above for these inputs and blocks.
                     unsafe {
                         let tile = Tile {
@@ -191,26 +202,36 @@ impl<F: Format, T: Float> Product<'_, F, T> {
                             block_bytes: inputs.len() * LANES * 4,
                             prefetch: 0,
                             x: x.add(inputs.start * rows.len()),
-                            num_groups,
-                            lines_per_group: inputs.len() / num_groups / Panel::<F>::LINE,
-                            resumes: grouped.is_none(),
-                            scales: scales.filter(|_| last || grouped.is_some()).map(|scales| TileScales {
-                                layout: scales.layout,
-                                records: scales.block(first).add(first_group * scales.layout.bytes()),
-                                block_bytes: scales.block_bytes(),
-                                sums: sums.wrapping_add(first_group * rows.len()),
-                            }),
+                            num_groups: groups.len(),
+                            lines_per_group: inputs.len() / groups.len() / PANEL_LINE,
+                            scales: scales.as_ptr(),
+                            sums: sums.wrapping_add(groups.start * rows.len()),
                             out: out.as_mut_ptr(),
                         };
-                        tile::run::<Panel<F>>(self.level, rows.len(), num_blocks, tile);
+                        match (F::SCALED && grouped, F::OFFSET) {
+                            (false, _) => tile::run::<Panel<false, false>>(self.level, rows.len(), num_blocks, tile),
+                            (true, false) => tile::run::<Panel<true, false>>(self.level, rows.len(), num_blocks, tile),
+                            (true, true) => tile::run::<Panel<true, true>>(self.level, rows.len(), num_blocks, tile),
+                        }
                     }
                 }
             }
-            for (i, out) in tiles.clone().zip(out.chunks(TILE_OUT)) {
-                self.store(rows_of(i), first, num_blocks, out);
+            for (i, out) in tiles.clone().zip(&mut outs) {
+                let rows = self.tile_rows(i);
+                if F::SCALED && !grouped {
+                    let (_, sums) = self.activations.tile(&rows);
+                    let (rows, scales, out) = (rows.len(), scales.as_ptr(), out.as_mut_ptr());
+                    // SAFETY: the level is available; `out` holds these rows and blocks, `scales` the blocks.
+                    unsafe { self.level.run(Rescale { rows, num_blocks, offset: F::OFFSET, scales, sums, out }) };
+                }
+                self.store(rows, first, num_blocks, out);
             }
             first += num_blocks;
         }
+    }
+
+    fn tile_rows(&self, tile: usize) -> Range<usize> {
+        tile_rows(self.activations.num_rows, tile)
     }
 
     /// Rounds `out[row][block][16]` to where it belongs in y; lanes past the last output are dropped.

@@ -1,11 +1,13 @@
 //! Scales and offsets of groups of weights: `w = scale * q + offset`.
 
+use std::ops::Range;
+
 use half::f16;
 
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
-use crate::simd::{F32x16, LANES};
+use crate::simd::{F32x16, Kernel, LANES, Level};
 use crate::tensor::Tensor;
 
 /// What is added to `scale * q`.
@@ -19,19 +21,22 @@ pub enum Offset {
     Min,
 }
 
+/// Numbers of one group of one block when expanded: 16 scales, 16 offsets.
+pub(super) const EXPANDED: usize = 2 * LANES;
+
 /// A record for each block of 16 outputs and each group: 16 scales, then 16 zero points or minima where they are stored.
 pub(crate) struct Scales {
     /// Inputs that share a scale.
     pub(super) group: usize,
     pub(super) num_groups: usize,
-    pub(super) layout: Layout,
+    layout: Layout,
     outputs: usize,
     records: Tensor,
 }
 
 /// How to read a record.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+struct Layout {
     offset: Offset,
     /// Minus the q that stands for zero if symmetric.
     minus_center: f32,
@@ -48,13 +53,8 @@ impl Layout {
         }
     }
 
-    pub(super) const fn bytes(self) -> usize {
+    const fn bytes(self) -> usize {
         self.numbers() * if self.half { 2 } else { 4 }
-    }
-
-    /// Whether anything is added to `scale * q`.
-    pub(super) fn has_offset(self) -> bool {
-        self.offset != Offset::Symmetric || self.minus_center != 0.0
     }
 
     /// The scales and offsets of 16 outputs.
@@ -62,7 +62,7 @@ impl Layout {
     /// # Safety
     /// `record` must point to a record of this layout, and the CPU must have the instructions of `V`.
     #[inline(always)]
-    pub(super) unsafe fn load<V: F32x16>(self, record: *const u8) -> (V, V) {
+    unsafe fn load<V: F32x16>(self, record: *const u8) -> (V, V) {
         // SAFETY: passed on to the caller.
         unsafe {
             let scale = self.number::<V>(record, 0);
@@ -83,6 +83,35 @@ impl Layout {
     unsafe fn number<V: F32x16>(self, record: *const u8, at: usize) -> V {
         // SAFETY: passed on to the caller.
         unsafe { if self.half { V::load_f16(record.add(at * 2)) } else { V::load(record.add(at * 4).cast()) } }
+    }
+}
+
+/// Reads records into f32, `[groups][blocks]` of 16 scales and 16 offsets.
+struct Expand {
+    layout: Layout,
+    /// The first group's record of the first block.
+    records: *const u8,
+    block_bytes: usize,
+    num_groups: usize,
+    num_blocks: usize,
+    to: *mut f32,
+}
+
+impl Kernel for Expand {
+    #[inline(always)]
+    unsafe fn run<V: F32x16>(self) {
+        for group in 0..self.num_groups {
+            for block in 0..self.num_blocks {
+                // SAFETY: `Scales::expand` gave records of these groups and blocks, and room for what they hold.
+                unsafe {
+                    let record = self.records.add(block * self.block_bytes + group * self.layout.bytes());
+                    let (scale, offset) = self.layout.load::<V>(record);
+                    let to = self.to.add((group * self.num_blocks + block) * EXPANDED);
+                    scale.store(to);
+                    offset.store(to.add(LANES));
+                }
+            }
+        }
     }
 }
 
@@ -162,13 +191,24 @@ impl Scales {
         (scale, offset)
     }
 
-    /// The first record of a block.
-    pub(super) fn block(&self, block: usize) -> *const u8 {
-        self.records.as_slice::<u8>()[block * self.block_bytes()..].as_ptr()
-    }
-
-    pub(super) fn block_bytes(&self) -> usize {
-        self.num_groups * self.layout.bytes()
+    /// Reads the scales and offsets of some groups and blocks into f32, `[groups][blocks]` of [`EXPANDED`].
+    ///
+    /// # Panics
+    /// If there are no such groups or blocks, or `to` is too small.
+    pub(super) fn expand(&self, level: Level, groups: Range<usize>, blocks: Range<usize>, to: &mut [f32]) {
+        let (bytes, block_bytes) = (self.layout.bytes(), self.num_groups * self.layout.bytes());
+        assert!(groups.end <= self.num_groups && groups.len() * blocks.len() * EXPANDED <= to.len());
+        let records = &self.records.as_slice::<u8>()[blocks.start * block_bytes..blocks.end * block_bytes];
+        let expand = Expand {
+            layout: self.layout,
+            records: records[groups.start * bytes..].as_ptr(),
+            block_bytes,
+            num_groups: groups.len(),
+            num_blocks: blocks.len(),
+            to: to.as_mut_ptr(),
+        };
+        // SAFETY: the level is available; reads and writes are inside what was checked above.
+        unsafe { level.run(expand) }
     }
 
     pub(super) fn size_bytes(&self) -> usize {

@@ -1,40 +1,38 @@
 //! The inner loop: a few rows of activations times a few blocks of 16 outputs, accumulators in registers.
 
 use std::marker::PhantomData;
+use std::sync::atomic::{Ordering, compiler_fence};
 
 use super::Format;
-use super::scales::Layout;
 use crate::simd::{F32x16, Kernel, LANES, Level};
 
-/// Where a tile's operands lie. All pointers stand at the first input of the tile.
+/// Blocks of a tile at most.
+pub(super) const MAX_BLOCKS: usize = 4;
+
+/// Numbers that a tile puts out at most.
+pub(super) const MAX_OUT: usize = super::MAX_ROWS * 2 * LANES;
+
+/// Where a tile's operands lie. Pointers stand at the first input of the tile.
 #[derive(Clone, Copy)]
 pub(super) struct Tile {
     /// Lines of the first block.
     pub(super) lines: *const u8,
     /// Bytes from a block's lines to the next block's.
     pub(super) block_bytes: usize,
-    /// Bytes ahead of a line at which memory is asked for; 0 if all is near.
+    /// Bytes ahead of a line at which memory is asked for.
     pub(super) prefetch: usize,
     /// `[inputs][rows]`.
     pub(super) x: *const f32,
+    /// 1 if the format has no scales.
     pub(super) num_groups: usize,
+    /// At least 1.
     pub(super) lines_per_group: usize,
-    /// Whether `out` holds the begun sum of the only group, and not what earlier groups add up to.
-    pub(super) resumes: bool,
-    /// How a group's sum becomes part of an output; without it the sum is the output.
-    pub(super) scales: Option<TileScales>,
+    /// `[groups][blocks]` of 16 scales and 16 offsets, if the format has scales.
+    pub(super) scales: *const f32,
+    /// Sums of x, `[groups][rows]`, if the format has offsets.
+    pub(super) sums: *const f32,
     /// `[rows][blocks][16]`, added to.
     pub(super) out: *mut f32,
-}
-
-#[derive(Clone, Copy)]
-pub(super) struct TileScales {
-    pub(super) layout: Layout,
-    /// Records of the first block.
-    pub(super) records: *const u8,
-    pub(super) block_bytes: usize,
-    /// `[groups][rows]`, if the layout has an offset.
-    pub(super) sums: *const f32,
 }
 
 /// Runs a tile of `rows` rows and `blocks` blocks.
@@ -43,50 +41,31 @@ pub(super) struct TileScales {
 /// The tile's pointers must be good for that many rows and blocks, and the level available.
 pub(super) unsafe fn run<F: Format>(level: Level, rows: usize, blocks: usize, tile: Tile) {
     macro_rules! instantiate {
-        ($(($r:literal, $b:literal)),*) => {
+        ($($rows:literal x $blocks:literal),*) => {
             match (rows, blocks) {
                 // SAFETY: passed on to the caller.
-                $(($r, $b) => unsafe { level.run(Fixed::<F, $r, $b>(tile, PhantomData)) },)*
+                $(($rows, $blocks) => unsafe { level.run(Fixed::<F, $rows, $blocks>(tile, PhantomData)) },)*
                 _ => unreachable!("no tile of {rows} rows and {blocks} blocks"),
             }
         };
     }
-    instantiate!(
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        (1, 4),
-        (1, 8),
-        (2, 1),
-        (2, 2),
-        (2, 3),
-        (2, 4),
-        (3, 1),
-        (3, 2),
-        (4, 1),
-        (4, 2),
-        (5, 1),
-        (5, 2),
-        (6, 1),
-        (6, 2)
-    );
+    instantiate!(1 x 1, 1 x 2, 1 x 3, 1 x 4, 2 x 1, 2 x 2, 3 x 1, 3 x 2, 4 x 1, 4 x 2, 5 x 1, 5 x 2, 6 x 1, 6 x 2);
 }
 
 /// How many of `remaining` blocks the next tile of `rows` rows takes.
 pub(super) fn num_blocks(level: Level, rows: usize, remaining: usize) -> usize {
-    let (per_block, registers) = level.registers();
-    // Three quarters of the registers accumulate, the others hold operands.
-    let most = match (registers * 3 / 4) / (rows * per_block) {
-        _ if rows > 2 && per_block == 4 => 1,
-        n if n >= 8 && rows == 1 => 8,
-        n if rows <= 2 => n.min(4),
-        n => n.min(2),
-    };
-    let most = most.max(1);
-    if most == 8 && remaining >= 8 {
-        return 8;
+    // As even as can be: one block alone is too little to hide the latency of its additions.
+    remaining.div_ceil(remaining.div_ceil(most_blocks(level.fit(), rows)))
+}
+
+/// Blocks of the largest tile of `rows` rows, if the registers hold `fit` times sixteen f32: five eighths of them accumulate,
+/// the others hold operands.
+const fn most_blocks(fit: usize, rows: usize) -> usize {
+    match (fit * 5 / 8 / rows, rows) {
+        (MAX_BLOCKS.., 1) => MAX_BLOCKS,
+        (2.., _) => 2,
+        _ => 1,
     }
-    remaining.div_ceil(remaining.div_ceil(most.min(4)))
 }
 
 /// A tile whose size the compiler knows.
@@ -95,60 +74,132 @@ struct Fixed<F, const ROWS: usize, const BLOCKS: usize>(Tile, PhantomData<F>);
 impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS, BLOCKS> {
     #[inline(always)]
     unsafe fn run<V: F32x16>(self) {
+        // Tiles that are never planned for these instructions need no code.
+        if BLOCKS > most_blocks(V::FIT, ROWS) {
+            return;
+        }
         let tile = self.0;
-        let (mut lines, mut x) = (tile.lines, tile.x);
+        let (mut lines, mut x, mut scales, mut x_sums) = (tile.lines, tile.x, tile.scales, tile.sums);
         // SAFETY: the caller's pointers are good for ROWS x BLOCKS, `num_groups * lines_per_group` lines and as many inputs.
         unsafe {
-            for group in 0..tile.num_groups {
+            for _ in 0..tile.num_groups {
                 let mut sums = [[V::zero(); BLOCKS]; ROWS];
-                if tile.resumes {
+                if !F::SCALED {
                     for r in 0..ROWS {
                         for b in 0..BLOCKS {
                             sums[r][b] = V::load(tile.out.add((r * BLOCKS + b) * LANES));
                         }
                     }
                 }
-                for _ in 0..tile.lines_per_group {
-                    if tile.prefetch > 0 {
+                let mut remaining = tile.lines_per_group;
+                loop {
+                    if F::PREFETCH {
                         for b in 0..BLOCKS {
                             V::prefetch(lines.wrapping_add(b * tile.block_bytes + tile.prefetch));
                         }
                     }
-                    for j in 0..F::LINE {
-                        let mut weights = [V::zero(); BLOCKS];
-                        for b in 0..BLOCKS {
-                            weights[b] = F::decode::<V>(lines.add(b * tile.block_bytes), j);
-                        }
-                        for r in 0..ROWS {
-                            let x = V::splat(*x.add(j * ROWS + r));
-                            for b in 0..BLOCKS {
-                                sums[r][b] = x.mul_add(weights[b], sums[r][b]);
-                            }
-                        }
-                    }
+                    // Written out, so that the compiler knows an input's place in the line.
+                    input::<V, F, 0, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    input::<V, F, 1, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    input::<V, F, 2, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    input::<V, F, 3, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    input::<V, F, 4, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    input::<V, F, 5, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    input::<V, F, 6, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    input::<V, F, 7, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
                     lines = lines.add(F::LINE_BYTES);
                     x = x.add(F::LINE * ROWS);
-                }
-                let Some(scales) = tile.scales else {
-                    for r in 0..ROWS {
-                        for b in 0..BLOCKS {
-                            sums[r][b].store(tile.out.add((r * BLOCKS + b) * LANES));
-                        }
+                    remaining -= 1;
+                    if remaining == 0 {
+                        break;
                     }
-                    continue;
-                };
-                for b in 0..BLOCKS {
-                    let record = b * scales.block_bytes + group * scales.layout.bytes();
-                    let (scale, offset) = scales.layout.load::<V>(scales.records.add(record));
-                    for r in 0..ROWS {
+                }
+                for r in 0..ROWS {
+                    for b in 0..BLOCKS {
                         let out = tile.out.add((r * BLOCKS + b) * LANES);
-                        let before = if tile.resumes { V::zero() } else { V::load(out) };
-                        let mut acc = scale.mul_add(sums[r][b], before);
-                        if scales.layout.has_offset() {
-                            acc = offset.mul_add(V::splat(*scales.sums.add(group * ROWS + r)), acc);
+                        let mut acc = sums[r][b];
+                        if F::SCALED {
+                            acc = V::load(scales.add(b * 2 * LANES)).mul_add(acc, V::load(out));
+                        }
+                        if F::OFFSET {
+                            acc = V::load(scales.add((b * 2 + 1) * LANES)).mul_add(V::splat(*x_sums.add(r)), acc);
                         }
                         acc.store(out);
                     }
+                }
+                scales = scales.wrapping_add(BLOCKS * 2 * LANES);
+                x_sums = x_sums.wrapping_add(ROWS);
+            }
+        }
+    }
+}
+
+/// Adds the products of input `J` of a line, if lines have so many.
+///
+/// # Safety
+/// As [`Fixed::run`].
+#[inline(always)]
+unsafe fn input<V: F32x16, F: Format, const J: usize, const ROWS: usize, const BLOCKS: usize>(
+    lines: *const u8,
+    block_bytes: usize,
+    x: *const f32,
+    sums: &mut [[V; BLOCKS]; ROWS],
+) {
+    if J >= F::LINE {
+        return;
+    }
+    // Packed weights are read again for each input. Else the compiler would read all that a line needs at once, and for want of
+    // registers put it, or the sums, on the stack.
+    compiler_fence(Ordering::SeqCst);
+    // SAFETY: passed on to the caller.
+    unsafe {
+        if BLOCKS == 1 {
+            let weights = F::decode::<V, J>(lines);
+            for r in 0..ROWS {
+                sums[r][0] = V::splat(*x.add(J * ROWS + r)).mul_add(weights, sums[r][0]);
+            }
+            return;
+        }
+        let mut xs = [V::zero(); ROWS];
+        for r in 0..ROWS {
+            xs[r] = V::splat(*x.add(J * ROWS + r));
+        }
+        for b in 0..BLOCKS {
+            let weights = F::decode::<V, J>(lines.add(b * block_bytes));
+            for r in 0..ROWS {
+                sums[r][b] = xs[r].mul_add(weights, sums[r][b]);
+            }
+        }
+    }
+}
+
+/// Scales the sums of rows that are one group, as a tile does at a group's end.
+pub(super) struct Rescale {
+    pub(super) rows: usize,
+    pub(super) num_blocks: usize,
+    pub(super) offset: bool,
+    /// As [`Tile::scales`].
+    pub(super) scales: *const f32,
+    /// As [`Tile::sums`].
+    pub(super) sums: *const f32,
+    /// `[rows][blocks][16]`.
+    pub(super) out: *mut f32,
+}
+
+impl Kernel for Rescale {
+    #[inline(always)]
+    unsafe fn run<V: F32x16>(self) {
+        for r in 0..self.rows {
+            for b in 0..self.num_blocks {
+                // SAFETY: the caller's pointers are good for these rows and blocks.
+                unsafe {
+                    let scales = self.scales.add(b * 2 * LANES);
+                    let out = self.out.add((r * self.num_blocks + b) * LANES);
+                    let mut acc = V::load(scales).mul_add(V::load(out), V::zero());
+                    if self.offset {
+                        acc = V::load(scales.add(LANES)).mul_add(V::splat(*self.sums.add(r)), acc);
+                    }
+                    acc.store(out);
                 }
             }
         }

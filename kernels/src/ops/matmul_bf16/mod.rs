@@ -144,6 +144,8 @@ unsafe impl Format for Bf16 {
     type Value = bf16;
 
     const OP: &'static str = "matmul_bf16";
+    const SCALED: bool = false;
+    const OFFSET: bool = false;
     const LINE: usize = 2;
 
     fn encode(line: &mut [u8], lane: usize, values: &[bf16]) {
@@ -158,11 +160,11 @@ unsafe impl Format for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn decode<V: F32x16>(line: *const u8, j: usize) -> V {
+    unsafe fn decode<V: F32x16, const J: usize>(line: *const u8) -> V {
         // SAFETY: the caller gives a whole line.
         unsafe {
             let words = V::load_words(line);
-            if j == 0 { V::bf16_low(words) } else { V::bf16_high(words) }
+            if J == 0 { V::bf16_low(words) } else { V::bf16_high(words) }
         }
     }
 }

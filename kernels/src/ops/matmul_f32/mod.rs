@@ -91,6 +91,8 @@ unsafe impl Format for F32 {
     type Value = f32;
 
     const OP: &'static str = "matmul_f32";
+    const SCALED: bool = false;
+    const OFFSET: bool = false;
     const LINE: usize = 1;
     const LINE_BYTES: usize = LANES * 4;
 
@@ -106,7 +108,7 @@ unsafe impl Format for F32 {
     }
 
     #[inline(always)]
-    unsafe fn decode<V: F32x16>(line: *const u8, _: usize) -> V {
+    unsafe fn decode<V: F32x16, const J: usize>(line: *const u8) -> V {
         // SAFETY: the caller gives a whole line.
         unsafe { V::load(line.cast()) }
     }

@@ -104,6 +104,8 @@ unsafe impl Format for Int4 {
     type Value = u8;
 
     const OP: &'static str = "matmul_int4";
+    const SCALED: bool = true;
+    const OFFSET: bool = true;
     const LINE: usize = 8;
     const CENTER: f32 = 8.0;
 
@@ -129,11 +131,11 @@ unsafe impl Format for Int4 {
     }
 
     #[inline(always)]
-    unsafe fn decode<V: F32x16>(line: *const u8, j: usize) -> V {
+    unsafe fn decode<V: F32x16, const J: usize>(line: *const u8) -> V {
         // SAFETY: the caller gives a whole line.
         unsafe {
             let words = V::load_words(line);
-            if j == 7 { V::masked(V::shift_4(words), 0xF << 24) } else { V::masked(words, 0xF << (4 * j)) }
+            if J == 7 { V::masked(V::shift_4(words), 0xF << 24) } else { V::masked(words, 0xF << (4 * J)) }
         }
     }
 }

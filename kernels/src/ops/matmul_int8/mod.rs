@@ -93,6 +93,8 @@ unsafe impl Format for Int8 {
     type Value = i8;
 
     const OP: &'static str = "matmul_int8";
+    const SCALED: bool = true;
+    const OFFSET: bool = false;
     const LINE: usize = 4;
 
     fn encode(line: &mut [u8], lane: usize, values: &[i8]) {
@@ -106,9 +108,9 @@ unsafe impl Format for Int8 {
     }
 
     #[inline(always)]
-    unsafe fn decode<V: F32x16>(line: *const u8, j: usize) -> V {
+    unsafe fn decode<V: F32x16, const J: usize>(line: *const u8) -> V {
         // SAFETY: the caller gives a whole line.
-        unsafe { V::load_i8(line.add(j * LANES)) }
+        unsafe { V::load_i8(line.add(J * LANES)) }
     }
 }
 

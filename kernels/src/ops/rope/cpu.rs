@@ -1,9 +1,11 @@
-//! The reference.
+//! The reference, compiled for the CPU's vectors and spread over its threads.
 
 use super::frequencies::frequencies;
 use super::{RopeParams, RopeScaling};
 use crate::dtype::Float;
 use crate::ops::attention::Heads;
+use crate::ops::rows;
+use crate::simd::{F32x16, Kernel, Level};
 use crate::tensor::Tensor;
 
 pub(super) fn fill_table(params: &RopeParams, cos_sin: &mut [f32]) {
@@ -29,16 +31,35 @@ pub(super) fn fill_table(params: &RopeParams, cos_sin: &mut [f32]) {
 
 pub(super) fn rope<T: Float>(qkv: &mut [T], positions: &[i32], table: &Tensor, heads: Heads) {
     let (_, rotary_dim) = table.rows_cols();
-    let half = rotary_dim / 2;
-    let turned = (heads.num_heads + heads.num_kv_heads) * heads.head_dim;
-    for (row, &position) in qkv.chunks_exact_mut(heads.qkv_cols()).zip(positions) {
-        let (cos, sin) = table.as_slice::<f32>()[position as usize * rotary_dim..][..rotary_dim].split_at(half);
-        for head in row[..turned].chunks_exact_mut(heads.head_dim) {
-            let (first, second) = head[..rotary_dim].split_at_mut(half);
-            for (((a, b), c), s) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-                let (x, y) = (a.to_f32(), b.to_f32());
-                *a = T::from_f32(x * c - y * s);
-                *b = T::from_f32(y * c + x * s);
+    rows::parallel(qkv, heads.qkv_cols(), &|first, qkv| {
+        let rope = Rope { qkv, positions: &positions[first..], table: table.as_slice(), rotary_dim, heads };
+        // SAFETY: the level is this CPU's own.
+        unsafe { Level::best().run(rope) }
+    });
+}
+
+struct Rope<'a, T> {
+    qkv: &'a mut [T],
+    positions: &'a [i32],
+    table: &'a [f32],
+    rotary_dim: usize,
+    heads: Heads,
+}
+
+impl<T: Float> Kernel for Rope<'_, T> {
+    #[inline(always)]
+    unsafe fn run<V: F32x16>(self) {
+        let (half, head_dim) = (self.rotary_dim / 2, self.heads.head_dim);
+        let turned = (self.heads.num_heads + self.heads.num_kv_heads) * head_dim;
+        for (row, &position) in self.qkv.chunks_exact_mut(self.heads.qkv_cols()).zip(self.positions) {
+            let (cos, sin) = self.table[position as usize * self.rotary_dim..][..self.rotary_dim].split_at(half);
+            for head in row[..turned].chunks_exact_mut(head_dim) {
+                let (first, second) = head[..self.rotary_dim].split_at_mut(half);
+                for i in 0..half {
+                    let (x, y) = (first[i].to_f32(), second[i].to_f32());
+                    first[i] = T::from_f32(x * cos[i] - y * sin[i]);
+                    second[i] = T::from_f32(y * cos[i] + x * sin[i]);
+                }
             }
         }
     }

@@ -39,12 +39,12 @@ pub(super) fn sample(logits: &[f32], row: RowParams) -> i32 {
 }
 
 /// exp((logit - max) / temperature): 1 for the likeliest.
-fn weights(logits: &[f32], max: f32, temperature: f32) -> Vec<f32> {
+pub(super) fn weights(logits: &[f32], max: f32, temperature: f32) -> Vec<f32> {
     logits.iter().map(|logit| math::exp((logit - max) / temperature)).collect()
 }
 
 /// The tokens that may be picked, in vocabulary order.
-fn kept(logits: &[f32], weights: &[f32], row: RowParams) -> Vec<usize> {
+pub(super) fn kept(logits: &[f32], weights: &[f32], row: RowParams) -> Vec<usize> {
     let mut order: Vec<usize> = (0..logits.len()).filter(|&i| weights[i] > 0.0 && weights[i] >= row.min_p).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
     if row.top_k > 0 && (row.top_k as usize) < order.len() {

@@ -3,15 +3,25 @@
 //! The random number of a row belongs to its seed and its position in the sequence alone, so a token is the same whatever batch
 //! it is sampled in, on every rank, and whether it was drafted or not.
 
+#[cfg(test)]
 mod cpu;
 mod cuda;
 mod philox;
+mod select;
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::pool::{self, SharedMut};
+use crate::simd::Level;
 use crate::tensor::Tensor;
 use crate::workspace::Workspace;
+
+use select::{Sample, Scratch};
 
 const OP: &str = "sample";
 
@@ -37,13 +47,13 @@ pub struct SampleRows<'a> {
 
 /// One row of [`SampleRows`] on the host.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowParams {
-    pub temperature: f32,
-    pub top_k: i32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub seed: [u32; 2],
-    pub position: i32,
+struct RowParams {
+    temperature: f32,
+    top_k: i32,
+    top_p: f32,
+    min_p: f32,
+    seed: [u32; 2],
+    position: i32,
 }
 
 /// Samples every row.
@@ -76,21 +86,58 @@ pub fn sample(logits: &Tensor, rows: &SampleRows<'_>, ids: &mut Tensor, workspac
     ids.expect_shape(OP, "ids", [num_rows])?;
     ids.expect_dtype(OP, "ids", DType::I32)?;
     match logits.device() {
-        Device::Cpu => {
-            let _ = workspace;
-            let values = logits.as_slice::<f32>();
-            for (i, id) in ids.as_mut_slice::<i32>().iter_mut().enumerate() {
-                *id = cpu::sample(&values[i * vocab..][..vocab], rows.row(i));
-            }
-        }
-        Device::Cuda(device) => cuda::sample(device, logits, rows, ids, workspace)?,
+        Device::Cpu => sample_rows(logits.as_slice(), vocab, rows, ids.as_mut_slice(), workspace),
+        Device::Cuda(device) => cuda::sample(device, logits, rows, ids, workspace),
     }
+}
+
+/// Rows over the threads, each thread with scratch of its own.
+fn sample_rows(
+    logits: &[f32],
+    vocab: usize,
+    rows: &SampleRows<'_>,
+    ids: &mut [i32],
+    workspace: &Workspace,
+) -> Result<()> {
+    let num_largest = Scratch::num_largest(vocab);
+    let num_threads = pool::num_threads().min(ids.len());
+    let mut weights = workspace.take([num_threads, vocab], DType::F32)?;
+    let mut largest = workspace.take([num_threads, num_largest], DType::F32)?;
+    let mut tokens = workspace.take([num_threads, vocab], DType::I32)?;
+    let (weights, largest, tokens) = (
+        SharedMut::new(weights.as_mut_slice::<f32>()),
+        SharedMut::new(largest.as_mut_slice::<f32>()),
+        SharedMut::new(tokens.as_mut_slice::<i32>()),
+    );
+    let (num_rows, next, ids) = (ids.len(), AtomicUsize::new(0), SharedMut::new(ids));
+    pool::parallel_for(num_threads, &|thread| {
+        // SAFETY: one part for each index, which comes once; what they are parts of is borrowed until all are done.
+        let mut scratch = unsafe {
+            Scratch {
+                weights: weights.slice(thread * vocab..(thread + 1) * vocab),
+                largest: largest.slice(thread * num_largest..(thread + 1) * num_largest),
+                tokens: tokens.slice(thread * vocab..(thread + 1) * vocab),
+            }
+        };
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= num_rows {
+                break;
+            }
+            // SAFETY: each row is claimed once.
+            let id = unsafe { &mut ids.slice(i..i + 1)[0] };
+            let logits = &logits[i * vocab..][..vocab];
+            // SAFETY: the level is this CPU's own.
+            unsafe { Level::best().run(Sample { logits, row: rows.row(i), scratch: &mut scratch, id }) }
+        }
+    });
     Ok(())
 }
 
 /// What [`sample`] takes from the workspace at most.
-pub fn workspace_bytes(_vocab: usize) -> usize {
-    0
+pub fn workspace_bytes(vocab: usize) -> usize {
+    let thread = 2 * vocab + Scratch::num_largest(vocab);
+    pool::num_threads() * thread * size_of::<f32>() + 3 * 64
 }
 
 /// What [`sample`] takes from the workspace of a GPU at most.

@@ -45,7 +45,7 @@ impl Head {
     }
 
     fn object(&self, object: &str, choices: Vec<Value>) -> Value {
-        json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices})
+        json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": Value::Array(choices)})
     }
 }
 

@@ -112,9 +112,9 @@ impl Form for CompletionForm {
     }
 
     fn deltas(&mut self, index: usize, chunk: &Chunk, first: bool) -> Vec<Value> {
-        let silent =
-            chunk.text.is_empty() && chunk.finish.is_none() && !(self.wants_logprobs && !chunk.logprobs.is_empty());
+        let has_logprobs = self.wants_logprobs && !chunk.logprobs.is_empty();
+        let says = !chunk.text.is_empty() || has_logprobs || chunk.finish.is_some();
         let echoes = first && !self.choices[index].echo.is_empty();
-        if silent && !echoes { Vec::new() } else { vec![self.choice(index, chunk)] }
+        if says || echoes { vec![self.choice(index, chunk)] } else { Vec::new() }
     }
 }
