@@ -116,7 +116,7 @@ fn compile_all(
 const FLAGS: &[&str] = &["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-warn-spills"];
 
 /// Spills of fewer bytes a thread stay in L1 and cost nothing that was ever measured.
-const WORTH_A_WARNING: usize = 128;
+const WORTH_A_WARNING: usize = 256;
 
 /// The bytes that a warning about spills names; another warning counts as the worst.
 fn spilled_bytes(line: &str) -> usize {

@@ -12,7 +12,8 @@ use crate::workspace::Workspace;
 const ROWS: [usize; 2] = [16, 32];
 const WARPS: usize = 4;
 const KEYS: usize = 16;
-const STAGES: usize = 4;
+/// Stages with one and with two blocks a multiprocessor.
+const STAGES: [usize; 2] = [4, 3];
 
 /// Query rows of a block of the prefill kernels, and keys of one of its two stages.
 const PREFILL_ROWS: usize = 128;
@@ -20,7 +21,7 @@ const PREFILL_KEYS: usize = 64;
 
 /// What a launch takes from the workspace: two parts a block, of outputs, maxima and sums in f32.
 pub(super) fn workspace_bytes(device: &CudaDevice, heads: Heads) -> usize {
-    2 * device.num_multiprocessors() as usize * ROWS[1] * (heads.head_dim + 2) * 4 + 128
+    2 * STAGES.len() * device.num_multiprocessors() as usize * ROWS[1] * (heads.head_dim + 2) * 4 + 128
 }
 
 /// Whether one launch takes a step of so many query tokens a sequence.
@@ -127,20 +128,26 @@ pub(super) fn decode(
     }
     let rows = ragged.max_tokens_per_seq * heads.group();
     let tiles = if rows <= ROWS[0] { 1 } else { 2 };
-    let kernel = match (heads.head_dim, tiles) {
-        (64, 1) => "decode_64_1",
-        (64, _) => "decode_64_2",
-        (96, 1) => "decode_96_1",
-        (96, _) => "decode_96_2",
-        (128, 1) => "decode_128_1",
-        (128, _) => "decode_128_2",
-        (got, _) => return Err(head_dim(got)),
-    };
     let pairs = ragged.num_seqs() * heads.num_kv_heads;
+    let multiprocessors = device.num_multiprocessors() as usize;
+    // Where each block puts several pairs together, a second one keeps the memory busy meanwhile.
+    let has_second = tiles == 1 && heads.head_dim != 96;
+    let each = if has_second && pairs >= 2 * multiprocessors { 2 } else { 1 };
+    let kernel = match (heads.head_dim, tiles, each) {
+        (64, 1, 2) => "decode_64_1_2",
+        (64, 1, _) => "decode_64_1_1",
+        (64, ..) => "decode_64_2_1",
+        (96, 1, _) => "decode_96_1_1",
+        (96, ..) => "decode_96_2_1",
+        (128, 1, 2) => "decode_128_1_2",
+        (128, 1, _) => "decode_128_1_1",
+        (128, ..) => "decode_128_2_1",
+        (got, ..) => return Err(head_dim(got)),
+    };
     if pairs > COUNTERS {
         return Err(KernelError::Value { op: OP, arg: "seqs * kv_heads", got: pairs as i64, want: "at most 262144" });
     }
-    let blocks = device.num_multiprocessors() as usize;
+    let blocks = each * multiprocessors;
     let mut parts = workspace.take([2 * blocks, 16 * tiles, heads.head_dim], DType::F32)?;
     let mut maxima_sums = workspace.take([2 * blocks, 16 * tiles, 2], DType::F32)?;
     let (_, max_blocks) = ragged.block_tables.rows_cols();
@@ -165,7 +172,7 @@ pub(super) fn decode(
         max_blocks,
         (scale * std::f32::consts::LOG2_E).into(),
     ];
-    let shared = WARPS * STAGES * 2 * KEYS * row_bytes(heads);
+    let shared = WARPS * STAGES[each - 1] * 2 * KEYS * row_bytes(heads);
     // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
     unsafe { Launch::new(blocks, 32 * WARPS as u32).shared_bytes(shared).run(device, "decode", kernel, &args) }
 }

@@ -10,10 +10,10 @@
 // Scratch  parts        [2 * blocks of the grid][16 * kTiles][kDim] f32, maxima_sums [2 * blocks of the grid][16 * kTiles][2] f32
 // Needs    block_size a multiple of 16. Sequences with more than 16 * kTiles query rows (tokens * heads / kv_heads) are left out
 // Sums in  fp32; the cut into parts depends on kv_lens alone and parts are added in order, so equal bits at every run
-// Grid     one block per multiprocessor. The work is all (sequence, kv head) pairs' stretches of 64 keys in a row; each block takes an
+// Grid     one block per multiprocessor, or two where many pairs end, since a block that puts a pair together loads nothing. The work is all (sequence, kv head) pairs' stretches of 64 keys in a row; each block takes an
 //          equal run of it. A pair that spans blocks is put together by whichever of them ends last.
 // Block    4 warps; each takes 16 of a stretch's 64 keys and keeps a softmax of its own until the pair ends
-// Shared   kStages stretches, K and V: 128 KiB at kDim 128, so that a few_rows block fits beside it
+// Shared   kStages stretches, K and V: 128 KiB at kDim 128 and 4 stages, so that a few_rows block fits beside it; 96 at 3
 // Moves    kv_lens * kv_heads * kDim * 4 B. 64 sequences of 4096, 8 kv heads of 128: 1.07 GB, 245 us at 4.39 TB/s
 // Source   Dao 2022, arXiv:2205.14135 (online softmax); split over keys as in Flash-Decoding, 2023
 // Checked  against cpu.rs
@@ -24,7 +24,6 @@
 constexpr int kWarps = 4;
 constexpr int kKeys = 16;                 // of a warp's turn
 constexpr int kStretch = kWarps * kKeys;  // of a block's turn
-constexpr int kStages = 4;
 // A pair this short stays whole: its loads are all on their way at once, and putting parts together would cost more.
 constexpr uint32_t kShortestRun = 4;
 constexpr float kMinusInfinity = -INFINITY;
@@ -117,7 +116,7 @@ struct Tile {
     }
 };
 
-template <int kDim, int kTiles>
+template <int kDim, int kTiles, int kStages>
 __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __restrict__ k, bf16* __restrict__ v,
                                        const float* __restrict__ cos_sin, const int* __restrict__ cu_tokens, const int* __restrict__ kv_lens,
                                        const int* __restrict__ block_tables, bf16* __restrict__ y, float* __restrict__ parts,
@@ -422,18 +421,21 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
     }
 }
 
-#define DECODE(dim, tiles)                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)                                                                         \
-    decode_##dim##_##tiles(bf16* qkv, bf16* k, bf16* v, const float* cos_sin, const int* cu_tokens, const int* kv_lens,                      \
-                           const int* block_tables, bf16* y, float* parts, float* maxima_sums, uint32_t* counters, uint32_t seqs,         \
-                           uint32_t heads, uint32_t kv_heads, uint32_t block_size, uint32_t max_blocks, float scale) {                    \
-        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, 16 * tiles, scale};                         \
-        decode<dim, tiles>(qkv, k, v, cos_sin, cu_tokens, kv_lens, block_tables, y, parts, maxima_sums, counters, shape);                          \
+#define DECODE(dim, tiles, stages, blocks)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks)                                                                    \
+    decode_##dim##_##tiles##_##blocks(bf16* qkv, bf16* k, bf16* v, const float* cos_sin, const int* cu_tokens, const int* kv_lens,        \
+                                      const int* block_tables, bf16* y, float* parts, float* maxima_sums, uint32_t* counters,             \
+                                      uint32_t seqs, uint32_t heads, uint32_t kv_heads, uint32_t block_size, uint32_t max_blocks,          \
+                                      float scale) {                                                                                      \
+        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, 16 * tiles, scale};             \
+        decode<dim, tiles, stages>(qkv, k, v, cos_sin, cu_tokens, kv_lens, block_tables, y, parts, maxima_sums, counters, shape);          \
     }
 
-DECODE(64, 1)
-DECODE(64, 2)
-DECODE(96, 1)
-DECODE(96, 2)
-DECODE(128, 1)
-DECODE(128, 2)
+DECODE(64, 1, 4, 1)
+DECODE(64, 2, 4, 1)
+DECODE(64, 1, 3, 2)
+DECODE(96, 1, 4, 1)
+DECODE(96, 2, 4, 1)
+DECODE(128, 1, 4, 1)
+DECODE(128, 2, 4, 1)
+DECODE(128, 1, 3, 2)
