@@ -1,4 +1,4 @@
-//! Few rows by `few_rows.cu`, more by `mid_rows.cu`, many by cuBLASLt.
+//! Few rows by `few_rows.cu`, many by cuBLASLt. `mid_rows.cu` is not yet as fast as either and is chosen by name alone.
 
 use std::sync::Arc;
 
@@ -27,14 +27,9 @@ pub enum By {
 }
 
 impl By {
-    /// The fastest for so many rows, as measured.
+    /// The fastest for so many rows, as measured: `benches/RESULTS.md`.
     pub fn rows(rows: usize, inner: usize) -> Self {
-        match rows {
-            _ if !inner.is_multiple_of(STEP) => By::Library,
-            ..=8 => By::FewRows,
-            ..=128 => By::MidRows,
-            _ => By::Library,
-        }
+        if rows <= 8 && inner.is_multiple_of(STEP) { By::FewRows } else { By::Library }
     }
 }
 
@@ -147,8 +142,16 @@ pub fn matmul_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &m
 /// # Errors
 /// As [`matmul`].
 pub fn gated(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<bool> {
+    let (rows, inner) = x.rows_cols();
+    gated_by(By::rows(rows, inner), device, x, weight, y)
+}
+
+/// [`gated`] by whom the caller chooses.
+///
+/// # Errors
+/// As [`matmul_by`].
+pub fn gated_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<bool> {
     let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
-    let by = By::rows(rows, inner);
     if by == By::Library || !out.is_multiple_of(16) {
         return Ok(false);
     }
@@ -221,7 +224,8 @@ mod tests {
                 let mut want = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
                 silu_mul(&both, &mut want).unwrap();
                 let mut y = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
-                assert!(gated(device, &x, &weight, &mut y).unwrap());
+                let by = if rows <= 8 { By::FewRows } else { By::MidRows };
+                assert!(gated_by(by, device, &x, &weight, &mut y).unwrap());
                 let label = format!("{rows} x {half} x {inner}");
                 assert_close(&label, &y.to_vec::<bf16>().unwrap(), &want.to_vec::<bf16>().unwrap(), BF16_BOUND);
             }
