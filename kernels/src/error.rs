@@ -1,5 +1,8 @@
 //! What can go wrong below the model: one enum, each variant carrying what a reader of the log needs.
 
+use cudarc::cublaslt::result::CublasError;
+use cudarc::driver::DriverError;
+
 use crate::dtype::DType;
 use crate::tensor::Shape;
 
@@ -27,6 +30,41 @@ pub enum KernelError {
     /// The memory plan was too small: a bug in the plan, found by the first step of that size.
     #[error("workspace holds {capacity} bytes, {used} are taken and {wanted} more were asked for")]
     WorkspaceFull { capacity: usize, used: usize, wanted: usize },
+
+    #[error("{op}: there is no version for {device}")]
+    NotOnDevice { op: &'static str, device: &'static str },
+
+    #[error("no CUDA driver: {reason}; install the driver, or pass --device cpu")]
+    NoDriver { reason: String },
+
+    #[error("there is no GPU number {ordinal}, {found} are visible (CUDA_VISIBLE_DEVICES)")]
+    NoDevice { ordinal: usize, found: usize },
+
+    #[error(
+        "{op}: kernel {kernel} does not load on this GPU ({reason}): build with DRAFTHORSE_CUDA_ARCHS naming its architecture"
+    )]
+    NoKernel { op: &'static str, kernel: &'static str, reason: String },
+
+    #[error("{what} failed")]
+    Driver {
+        what: &'static str,
+        #[source]
+        source: DriverError,
+    },
+
+    #[error("{what} failed")]
+    Blas {
+        what: &'static str,
+        #[source]
+        source: CublasError,
+    },
+
+    #[error("{op}: launch failed")]
+    Launch {
+        op: &'static str,
+        #[source]
+        source: DriverError,
+    },
 
     #[error("built without CUDA kernels: set NVCC to a compiler and rebuild, or pass --device cpu")]
     NoFatbin,

@@ -12,6 +12,8 @@ pub mod ops;
 pub mod pool;
 mod simd;
 pub mod tensor;
+#[cfg(test)]
+mod testing;
 pub mod workspace;
 
 pub use comm::{Communicator, Solo};

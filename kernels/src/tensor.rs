@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 
-use crate::device::{Device, HostBuffer};
+use crate::device::{Buffer, Device};
 use crate::dtype::{DType, Element};
 use crate::error::{KernelError, Result};
 use crate::workspace::Lease;
@@ -54,7 +54,7 @@ impl fmt::Debug for Shape {
 /// Keeps a tensor's memory alive. Never read: what it does is drop.
 #[expect(dead_code, reason = "held for its Drop")]
 pub(crate) enum Owner {
-    Buffer(HostBuffer),
+    Buffer(Buffer),
     Lease(Lease),
     /// A view: the lifetime of [`View`] keeps the owner alive.
     Borrowed,
@@ -163,6 +163,11 @@ impl Tensor {
         unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr().cast(), self.shape.num_elements()) }
     }
 
+    /// The address in its device's own numbering, for kernels.
+    pub(crate) fn device_address(&self) -> u64 {
+        self.address.as_ptr() as u64
+    }
+
     fn assert_host<T: Element>(&self) {
         assert!(self.device == Device::Cpu, "tensor on {} read as host memory", self.device);
         assert!(self.dtype == T::DTYPE, "tensor of {} read as {}", self.dtype, T::DTYPE);
@@ -180,10 +185,14 @@ impl Tensor {
         if values.len() != self.shape.num_elements() {
             return Err(KernelError::Shape { op, arg, got: Shape::from([values.len()]), want: self.shape });
         }
-        match self.device {
-            Device::Cpu => self.as_mut_slice().copy_from_slice(values),
+        match &self.device {
+            Device::Cpu => {
+                self.as_mut_slice().copy_from_slice(values);
+                Ok(())
+            }
+            // SAFETY: the tensor holds as many elements of this type, whose bytes are plain.
+            Device::Cuda(device) => unsafe { device.write(self.address.as_ptr(), bytes_of(values)) },
         }
-        Ok(())
     }
 
     /// All elements, copied to the host.
@@ -194,8 +203,19 @@ impl Tensor {
         if self.dtype != T::DTYPE {
             return Err(KernelError::DType { op: "to_vec", arg: "self", dtype: self.dtype });
         }
-        match self.device {
+        match &self.device {
             Device::Cpu => Ok(self.as_slice().to_vec()),
+            Device::Cuda(device) => {
+                let mut values: Vec<T> = Vec::with_capacity(self.shape.num_elements());
+                // SAFETY: the vector's spare room is as many bytes as the tensor's, all of which `read` writes before the length is
+                // set; any bit pattern is a value of an `Element`.
+                unsafe {
+                    let room = std::slice::from_raw_parts_mut(values.as_mut_ptr().cast::<u8>(), self.size_bytes());
+                    device.read(self.address.as_ptr(), room)?;
+                    values.set_len(self.shape.num_elements());
+                }
+                Ok(values)
+            }
         }
     }
 
@@ -243,6 +263,11 @@ impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Tensor {} {} on {}", self.shape, self.dtype, self.device)
     }
+}
+
+fn bytes_of<T: Element>(values: &[T]) -> &[u8] {
+    // SAFETY: an `Element` is plain numbers without padding.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
 /// Some rows of a tensor, to read.

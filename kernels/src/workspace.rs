@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::{Device, HostBuffer};
+use crate::device::{Buffer, Device};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
 use crate::tensor::{Owner, Shape, Tensor};
@@ -24,7 +24,7 @@ pub struct Workspace {
 }
 
 struct Arena {
-    buffer: HostBuffer,
+    buffer: Buffer,
     capacity: usize,
     state: Mutex<State>,
 }
@@ -75,6 +75,11 @@ impl Workspace {
             let address = self.arena.buffer.address().add(start);
             Ok(Tensor::from_raw(address, shape, dtype, self.device.clone(), Owner::Lease(lease)))
         }
+    }
+
+    /// Where the first tensor lies.
+    pub(crate) fn device_address(&self) -> u64 {
+        self.arena.buffer.address().as_ptr() as u64
     }
 
     pub fn device(&self) -> &Device {

@@ -1,7 +1,8 @@
 //! A step's inputs on the device: allocated once at the largest size, overwritten before every step.
 
+use drafthorse_kernels::device::{Staged, Staging};
 use drafthorse_kernels::ops::attention::Ragged;
-use drafthorse_kernels::{DType, Device, Tensor, View};
+use drafthorse_kernels::{DType, Device, View};
 
 use crate::error::{ModelError, Result};
 
@@ -37,14 +38,14 @@ pub struct BatchInputs<'a> {
 /// A step's inputs on the device.
 pub struct Batch {
     limits: BatchLimits,
-    token_ids: Tensor,
-    positions: Tensor,
-    cu_tokens: Tensor,
-    kv_lens: Tensor,
-    block_tables: Tensor,
-    logit_rows: Tensor,
-    /// Block tables padded to their width, on their way to the device.
-    padded_tables: Vec<i32>,
+    staging: Staging,
+    token_ids: Staged,
+    positions: Staged,
+    cu_tokens: Staged,
+    kv_lens: Staged,
+    logit_rows: Staged,
+    /// Last, since it is the longest: what a step does not use of it is not sent.
+    block_tables: Staged,
     num_tokens: usize,
     num_seqs: usize,
     num_logit_rows: usize,
@@ -56,20 +57,19 @@ impl Batch {
     /// # Errors
     /// If the device is out of memory.
     pub fn new(device: &Device, limits: BatchLimits) -> Result<Self> {
-        let vector = |what, len: usize| Tensor::zeros(device, what, [len], DType::I32);
+        let lengths = [limits.max_tokens, limits.max_tokens, limits.max_seqs + 1, limits.max_seqs, limits.max_logit_rows];
+        let table = limits.max_seqs * limits.max_blocks_per_seq;
+        let bytes = |len: usize| (len * DType::I32.bytes()).next_multiple_of(64);
+        let staging = Staging::new(device, lengths.into_iter().chain([table]).map(bytes).sum())?;
+        let vector = |len: usize| staging.tensor([len], DType::I32);
         Ok(Batch {
-            token_ids: vector("token ids", limits.max_tokens)?,
-            positions: vector("positions", limits.max_tokens)?,
-            cu_tokens: vector("cumulative tokens", limits.max_seqs + 1)?,
-            kv_lens: vector("KV lengths", limits.max_seqs)?,
-            block_tables: Tensor::zeros(
-                device,
-                "block tables",
-                [limits.max_seqs, limits.max_blocks_per_seq],
-                DType::I32,
-            )?,
-            logit_rows: vector("logit rows", limits.max_logit_rows)?,
-            padded_tables: vec![0; limits.max_seqs * limits.max_blocks_per_seq],
+            token_ids: vector(limits.max_tokens)?,
+            positions: vector(limits.max_tokens)?,
+            cu_tokens: vector(limits.max_seqs + 1)?,
+            kv_lens: vector(limits.max_seqs)?,
+            logit_rows: vector(limits.max_logit_rows)?,
+            block_tables: staging.tensor([limits.max_seqs, limits.max_blocks_per_seq], DType::I32)?,
+            staging,
             limits,
             num_tokens: 0,
             num_seqs: 0,
@@ -84,48 +84,71 @@ impl Batch {
     /// # Errors
     /// `BatchTooLarge` beyond a limit, `BatchMismatch` if the parts do not fit together. The batch is then empty.
     pub fn set(&mut self, inputs: &BatchInputs<'_>) -> Result<()> {
+        self.set_padded(inputs, inputs.kv_lens.len())
+    }
+
+    /// As [`set`](Self::set), and if each sequence has one token, as many more as make `num_seqs`: they belong to no sequence, write no KV,
+    /// and their results mean nothing. So that steps of few sizes serve for all.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set).
+    pub fn set_padded(&mut self, inputs: &BatchInputs<'_>, num_seqs: usize) -> Result<()> {
         (self.num_tokens, self.num_seqs, self.num_logit_rows) = (0, 0, 0);
         self.check(inputs)?;
-        let (num_tokens, num_seqs) = (inputs.token_ids.len(), inputs.kv_lens.len());
+        let padding = num_seqs - inputs.kv_lens.len();
+        let (num_tokens, num_logit_rows) = (inputs.token_ids.len() + padding, inputs.logit_rows.len() + padding);
+        self.check_at_most("number of tokens", num_tokens, self.limits.max_tokens)?;
+        self.check_at_most("number of sequences", num_seqs, self.limits.max_seqs)?;
+        self.check_at_most("number of logit rows", num_logit_rows, self.limits.max_logit_rows)?;
 
+        let last = inputs.cu_tokens.last().copied().unwrap_or(0);
+        for (staged, values, len, pad) in [
+            (&mut self.token_ids, inputs.token_ids, num_tokens, 0),
+            (&mut self.positions, inputs.positions, num_tokens, 0),
+            (&mut self.cu_tokens, inputs.cu_tokens, num_seqs + 1, last),
+            (&mut self.kv_lens, inputs.kv_lens, num_seqs, 0),
+            (&mut self.logit_rows, inputs.logit_rows, num_logit_rows, 0),
+        ] {
+            let (given, padded) = self.staging.elements(staged, 0..len)?.split_at_mut(values.len());
+            given.copy_from_slice(values);
+            padded.fill(pad);
+        }
         let width = self.limits.max_blocks_per_seq;
-        for (padded, blocks) in self.padded_tables.chunks_mut(width.max(1)).zip(inputs.block_tables) {
+        let used = inputs.block_tables.len() * width;
+        let tables = self.staging.elements(&mut self.block_tables, 0..used)?;
+        for (padded, blocks) in tables.chunks_mut(width.max(1)).zip(inputs.block_tables) {
             padded[..blocks.len()].copy_from_slice(blocks);
             // A stale id beyond the sequence's blocks must not look like one of them.
             padded[blocks.len()..].fill(0);
         }
-        self.token_ids.rows_mut(0..num_tokens).copy_from_slice(inputs.token_ids)?;
-        self.positions.rows_mut(0..num_tokens).copy_from_slice(inputs.positions)?;
-        self.cu_tokens.rows_mut(0..num_seqs + 1).copy_from_slice(inputs.cu_tokens)?;
-        self.kv_lens.rows_mut(0..num_seqs).copy_from_slice(inputs.kv_lens)?;
-        self.block_tables.rows_mut(0..num_seqs).copy_from_slice(&self.padded_tables[..num_seqs * width])?;
-        self.logit_rows.rows_mut(0..inputs.logit_rows.len()).copy_from_slice(inputs.logit_rows)?;
+        self.staging.send()?;
 
         let lengths = inputs.cu_tokens.windows(2).map(|pair| pair[1] - pair[0]);
         self.max_tokens_per_seq = lengths.max().unwrap_or(0) as usize;
         self.max_kv_len = inputs.kv_lens.iter().copied().max().unwrap_or(0) as usize;
-        (self.num_tokens, self.num_seqs, self.num_logit_rows) = (num_tokens, num_seqs, inputs.logit_rows.len());
+        (self.num_tokens, self.num_seqs, self.num_logit_rows) = (num_tokens, num_seqs, num_logit_rows);
         Ok(())
     }
 
     fn check(&self, inputs: &BatchInputs<'_>) -> Result<()> {
-        let at_most = |what, got: usize, max: usize| {
-            if got <= max { Ok(()) } else { Err(ModelError::BatchTooLarge { what, got, max }) }
-        };
         let equal = |what, got: usize, want: usize| {
             if got == want { Ok(()) } else { Err(ModelError::BatchMismatch { what, got, want }) }
         };
         let (tokens, seqs) = (inputs.token_ids.len(), inputs.kv_lens.len());
-        at_most("number of tokens", tokens, self.limits.max_tokens)?;
-        at_most("number of sequences", seqs, self.limits.max_seqs)?;
-        at_most("number of logit rows", inputs.logit_rows.len(), self.limits.max_logit_rows)?;
+        self.check_at_most("number of tokens", tokens, self.limits.max_tokens)?;
+        self.check_at_most("number of sequences", seqs, self.limits.max_seqs)?;
+        self.check_at_most("number of logit rows", inputs.logit_rows.len(), self.limits.max_logit_rows)?;
         for blocks in inputs.block_tables {
-            at_most("number of blocks of a sequence", blocks.len(), self.limits.max_blocks_per_seq)?;
+            self.check_at_most("number of blocks of a sequence", blocks.len(), self.limits.max_blocks_per_seq)?;
         }
         equal("number of positions", inputs.positions.len(), tokens)?;
         equal("number of cumulative tokens", inputs.cu_tokens.len(), seqs + 1)?;
         equal("number of block tables", inputs.block_tables.len(), seqs)?;
         equal("last of the cumulative tokens", inputs.cu_tokens.last().map_or(0, |&last| last as usize), tokens)
+    }
+
+    fn check_at_most(&self, what: &'static str, got: usize, max: usize) -> Result<()> {
+        if got <= max { Ok(()) } else { Err(ModelError::BatchTooLarge { what, got, max }) }
     }
 
     pub fn limits(&self) -> BatchLimits {

@@ -19,6 +19,8 @@ pub struct LoadOptions<'a> {
     /// Quantize the weights while they load.
     pub quant: Option<QuantType>,
     pub place: Place,
+    /// Read `config.json` alone and make the weights up: for measuring, no text comes of it.
+    pub random_weights: bool,
     /// Index of the model's first layer in the KV cache: 0, or for a drafter the number of the target's layers.
     pub first_kv_layer: usize,
     /// Called on the loading thread as bytes come in.
@@ -33,6 +35,7 @@ impl Default for LoadOptions<'_> {
             dtype: DType::F32,
             quant: None,
             place: Place::ALONE,
+            random_weights: false,
             first_kv_layer: 0,
             progress: None,
         }
@@ -59,7 +62,10 @@ pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
     let config = ModelConfig::from_dir(dir)?;
     let build = models::builder(&config.architecture)?;
     let schemes = quant::schemes(options.quant.as_ref(), config.quantization.as_ref())?;
-    let checkpoint = Checkpoint::open(dir)?;
+    let checkpoint = match options.random_weights {
+        false => Checkpoint::open(dir)?,
+        true => Checkpoint::random(),
+    };
 
     let mut context = LoadContext::new(&checkpoint, &config, &schemes, &options.device, options.dtype);
     context.place = options.place;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use drafthorse_kernels::{DType, Device, Solo, Workspace};
+use drafthorse_kernels::{DType, Solo, Workspace};
 use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -150,12 +150,12 @@ impl Rig {
         let longest = loaded.config.max_position_embeddings;
         let num_blocks = longest.div_ceil(BLOCK_SIZE);
         let layout = KvLayout { layers: loaded.model.kv_layers(), block_size: BLOCK_SIZE, dtype: options.dtype };
-        let kv = KvCache::new(&Device::Cpu, layout, num_blocks).unwrap();
+        let kv = KvCache::new(&options.device, layout, num_blocks).unwrap();
         let limits =
             BatchLimits { max_tokens, max_seqs: 1, max_blocks_per_seq: num_blocks, max_logit_rows: max_tokens };
-        let batch = Batch::new(&Device::Cpu, limits).unwrap();
+        let batch = Batch::new(&options.device, limits).unwrap();
         let step = StepSize { tokens: max_tokens, seqs: 1, logit_rows: max_tokens, max_kv_len: longest };
-        let workspace = Workspace::new(&Device::Cpu, loaded.model.workspace_bytes(step)).unwrap();
+        let workspace = Workspace::new(&options.device, loaded.model.workspace_bytes(step)).unwrap();
         Rig { loaded, kv, batch, workspace }
     }
 

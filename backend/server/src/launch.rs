@@ -56,9 +56,7 @@ pub fn settings(model: &ModelConfig, config: &ServerConfig) -> Result<Settings> 
 /// `BadSetting`, for a value that is no number or no known word; what the number may be, the worker checks.
 pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize>) -> Result<WorkerConfig> {
     const COUNT: &str = "a number above 0";
-    let device = settings
-        .choose("device", &[("auto", Some(DeviceKind::Cpu)), ("cpu", Some(DeviceKind::Cpu)), ("cuda", None)])?;
-    let device = device.ok_or_else(|| settings.bad("device", "auto or cpu: this build has no CUDA device"))?;
+    let device = device(settings)?;
     let dtype = settings.choose(
         "dtype",
         &[
@@ -84,6 +82,12 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
         block_size: settings.parse("block_size", COUNT)?,
         kv_cache_bytes: kv_cache_bytes.ok_or_else(|| settings.bad("kv_cache_bytes", "a number of bytes like 512M"))?,
         memory_bytes: settings.parse_bytes("memory_bytes")?,
+        memory_fraction: match device {
+            DeviceKind::Cpu => 0.0,
+            DeviceKind::Cuda(_) => settings.parse("memory_fraction", "a share of a GPU's memory, 0 to 1")?,
+        },
+        random_weights: false,
+        eager: settings.parse_bool("eager")?,
         num_threads,
         speculate: SpeculateConfig {
             method: settings.text("speculate_method").to_owned(),
@@ -91,6 +95,17 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             max_ngram_size: settings.parse("speculate_max_ngram_size", COUNT)?,
         },
     })
+}
+
+/// `auto` is the CPU as long as not every scheme has kernels for a GPU.
+fn device(settings: &Settings) -> Result<DeviceKind> {
+    let name = settings.text("device");
+    let ordinal = match name {
+        "auto" | "cpu" => return Ok(DeviceKind::Cpu),
+        "cuda" => Some(0),
+        _ => name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok()),
+    };
+    ordinal.map(DeviceKind::Cuda).ok_or_else(|| settings.bad("device", "auto, cpu, cuda or cuda: and a number"))
 }
 
 /// The settings that an engine is made with. What `dynamic_batching` says of the queue wins over the settings.
@@ -129,7 +144,7 @@ pub fn engine_config(settings: &Settings, model: &ModelConfig) -> Result<EngineC
 /// `instance_group` may name a device; it must be the one that is used.
 fn check_device(model: &ModelConfig, settings: &Settings) -> Result<()> {
     let on_gpu = model.instance_group.iter().any(|group| group.kind == i32::from(Kind::Gpu));
-    if on_gpu && settings.text("device") != "cuda" {
+    if on_gpu && !settings.text("device").starts_with("cuda") {
         let reason =
             "instance_group asks for KIND_GPU, but the model runs on the CPU; KIND_MODEL leaves it open".into();
         return Err(ServerError::CannotStart { reason });
@@ -211,8 +226,8 @@ mod tests {
     fn what_this_build_cannot_do_is_refused() {
         let refused = |name: &str, value: &str| configs(&parameter(name, value)).unwrap_err().to_string();
         assert_eq!(
-            refused("device", "cuda"),
-            "setting device is 'cuda', must be auto or cpu: this build has no CUDA device"
+            refused("device", "cuda:x"),
+            "setting device is 'cuda:x', must be auto, cpu, cuda or cuda: and a number"
         );
         assert_eq!(
             refused("tensor_parallel_size", "2"),

@@ -26,7 +26,7 @@ const fn setting(name: &'static str, default: &'static str, help: &'static str) 
 
 /// Every setting of a model. An empty default means that it follows from the model or the machine.
 pub const SETTINGS: &[Setting] = &[
-    setting("device", "auto", "auto, cpu or cuda; auto is the first GPU, else the CPU"),
+    setting("device", "auto", "auto, cpu, cuda or cuda:N, the GPU of that number; auto is the CPU"),
     setting("dtype", "auto", "auto, float32 or bfloat16: activations and KV cache; auto is float32 on a CPU"),
     setting("quant_type", "none", "none, weight_only_int8 or weight_only_int4: how weights are quantized at load"),
     setting(
@@ -39,6 +39,12 @@ pub const SETTINGS: &[Setting] = &[
     setting("max_model_len", "", "most tokens of a prompt and its output; default the model's context"),
     setting("block_size", "16", "tokens in a block of KV cache, a power of two"),
     setting("kv_cache_bytes", "512M", "size of the KV cache; K, M and G stand for powers of 1024"),
+    setting(
+        "memory_fraction",
+        "0.9",
+        "share of a GPU's memory that the model may take, the KV cache what is left of it; 0: as kv_cache_bytes says",
+    ),
+    setting("eager", "false", "run decoding steps on a GPU op by op, not as recorded graphs"),
     setting("memory_bytes", "", "bound on weights, workspace and KV cache together; default none"),
     setting("max_step_time_ms", "100", "longest step while a stream is decoding; prompts are cut so that it holds"),
     setting("max_waiting", "1024", "requests that may wait for a slot; further ones are refused"),

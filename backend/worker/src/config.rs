@@ -14,6 +14,8 @@ use crate::spec::SpeculateConfig;
 pub enum DeviceKind {
     #[default]
     Cpu,
+    /// GPU of this number; activations are then bf16.
+    Cuda(usize),
 }
 
 /// What activations and the KV cache are stored in; sums are always f32.
@@ -45,6 +47,13 @@ pub struct WorkerConfig {
     pub block_size: u32,
     /// Bytes of KV cache. On the CPU it takes memory only as it fills.
     pub kv_cache_bytes: u64,
+    /// On a GPU, if not 0: the share of its memory that the model may take; the KV cache gets what the rest leaves, whatever
+    /// `kv_cache_bytes` says.
+    pub memory_fraction: f64,
+    /// Make the weights up instead of reading them: for measuring.
+    pub random_weights: bool,
+    /// Run decoding steps on a GPU op by op, not as recorded graphs.
+    pub eager: bool,
     /// Bound on weights, workspace, slots and KV cache together; `None` sets none.
     pub memory_bytes: Option<u64>,
     /// Threads of the process-wide CPU pool, if no model has started it; `None`: one a core.
@@ -65,6 +74,9 @@ impl Default for WorkerConfig {
             max_model_len: None,
             block_size: 16,
             kv_cache_bytes: 512 << 20,
+            memory_fraction: 0.0,
+            random_weights: false,
+            eager: false,
             memory_bytes: None,
             num_threads: None,
             speculate: SpeculateConfig::default(),
@@ -94,14 +106,27 @@ impl WorkerConfig {
             let must = format!("at least max_num_seqs, {}: each running sequence takes a token", self.max_num_seqs);
             return setting("max_num_batched_tokens", self.max_num_batched_tokens.into(), must);
         }
+        if !(0.0..=1.0).contains(&self.memory_fraction) {
+            let got = self.memory_fraction.to_string();
+            return Err(WorkerError::Setting { field: "memory_fraction", got, must: "0 to 1".into() });
+        }
         Ok(())
+    }
+
+    /// What activations are stored in: the kernels of a GPU take bf16.
+    pub(crate) fn activations(&self) -> DType {
+        match self.device {
+            DeviceKind::Cpu => self.dtype.dtype(),
+            DeviceKind::Cuda(_) => DType::BF16,
+        }
     }
 }
 
 impl DeviceKind {
-    pub(crate) fn open(self) -> Device {
+    pub(crate) fn open(self) -> Result<Device> {
         match self {
-            DeviceKind::Cpu => Device::Cpu,
+            DeviceKind::Cpu => Ok(Device::Cpu),
+            DeviceKind::Cuda(ordinal) => Ok(Device::cuda(ordinal)?),
         }
     }
 }

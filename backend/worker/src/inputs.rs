@@ -8,6 +8,7 @@ use drafthorse_control::{Logprobs, Row, Slot, Step, TokenId};
 use drafthorse_model::{Batch, BatchInputs};
 
 use crate::error::{Result, WorkerError};
+use crate::graphs::Graphs;
 use crate::slots::Slots;
 
 /// What a row of the step became.
@@ -59,6 +60,8 @@ pub(crate) enum LogitsOf {
 pub(crate) struct Inputs {
     pub rows: Vec<PlannedRow>,
     pub logits: Vec<LogitRow>,
+    /// The rows that the batch was padded to, if the step can be replayed from a recording.
+    pub replay: Option<usize>,
     token_ids: Vec<i32>,
     positions: Vec<i32>,
     cu_tokens: Vec<i32>,
@@ -72,6 +75,7 @@ impl Inputs {
         Inputs {
             rows: Vec::with_capacity(max_seqs),
             logits: Vec::with_capacity(max_tokens),
+            replay: None,
             token_ids: Vec::with_capacity(max_tokens),
             positions: Vec::with_capacity(max_tokens),
             cu_tokens: Vec::with_capacity(max_seqs + 1),
@@ -84,7 +88,7 @@ impl Inputs {
     ///
     /// # Errors
     /// `Step` if a row does not fit its sequence, `Model` if the step is larger than the batch was made for.
-    pub fn build(&mut self, step: &Step, slots: &mut Slots, batch: &mut Batch) -> Result<()> {
+    pub fn build(&mut self, step: &Step, slots: &mut Slots, batch: &mut Batch, graphs: &Graphs) -> Result<()> {
         self.clear();
         for row in &step.rows {
             slots.append_blocks(step.id, row.slot, &row.new_blocks)?;
@@ -94,15 +98,32 @@ impl Inputs {
         // The one list that cannot be kept: it borrows the slots' tables.
         let running = self.rows.iter().filter(|row| !row.is_inert());
         let block_tables: Vec<&[i32]> = running.map(|row| slots.blocks(row.slot)).collect();
-        batch.set(&BatchInputs {
+        let inputs = BatchInputs {
             token_ids: &self.token_ids,
             positions: &self.positions,
             cu_tokens: &self.cu_tokens,
             kv_lens: &self.kv_lens,
             block_tables: &block_tables,
             logit_rows: &self.logit_rows,
-        })?;
+        };
+        let limits = batch.limits();
+        let max_rows = limits.max_seqs.min(limits.max_tokens).min(limits.max_logit_rows);
+        self.replay = graphs.size(self.logits.len(), max_rows).filter(|_| self.is_plain_decode(slots));
+        match self.replay {
+            Some(size) => batch.set_padded(&inputs, size)?,
+            None => batch.set(&inputs)?,
+        }
         Ok(())
+    }
+
+    /// One token a sequence goes in, and one comes out of its logits as they are.
+    fn is_plain_decode(&self, slots: &Slots) -> bool {
+        let plain = |row: &LogitRow| {
+            row.of == LogitsOf::Next { after_drafts: 0 }
+                && row.logprobs.is_none()
+                && !slots.state(row.slot).changes_logits()
+        };
+        self.logits.len() == self.token_ids.len() && self.logits.iter().all(plain)
     }
 
     fn clear(&mut self) {

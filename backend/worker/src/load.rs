@@ -7,10 +7,11 @@ use tracing::warn;
 
 use crate::config::WorkerConfig;
 use crate::error::Result;
+use crate::graphs::Graphs;
 use crate::inputs::Inputs;
 use crate::memory::{MemoryPlan, Needs};
 use crate::runner::Runner;
-use crate::sampler::{LOGIT_ROWS, Sampler};
+use crate::sampler::{Sampler, logit_rows};
 use crate::slots::{SlotSizes, Slots};
 use crate::spec::{self, Proposer};
 
@@ -50,7 +51,7 @@ pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) 
     {
         warn!(num_threads, running, "the cpu pool runs already, its number of threads stays");
     }
-    let device = config.device.open();
+    let device = config.device.open()?;
     let network = network(config, &device, progress)?;
     assemble(config, &device, network, proposer, progress)
 }
@@ -59,7 +60,8 @@ fn network(config: &WorkerConfig, device: &Device, progress: &(dyn Fn(Progress) 
     let report = |at: LoadProgress| progress(Progress::Weights { done: at.read_bytes, total: at.total_bytes });
     let options = LoadOptions {
         device: device.clone(),
-        dtype: config.dtype.dtype(),
+        dtype: config.activations(),
+        random_weights: config.random_weights,
         quant: config.quant_type.clone().map(|name| QuantType { name, group_size: config.quant_group_size }),
         progress: Some(&report),
         ..LoadOptions::default()
@@ -84,15 +86,16 @@ pub(crate) fn assemble(
 ) -> Result<(Runner, Ready)> {
     let Network { model, vocab_size, hidden, context, weight_bytes } = network;
     let (max_tokens, max_seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
-    let dtype = config.dtype.dtype();
+    let dtype = config.activations();
+    let chunk_rows = logit_rows(device);
     let max_drafts = proposer.as_ref().map_or(0, |proposer| proposer.max_drafts());
     let block_size = config.block_size as usize;
     let layout = KvLayout { layers: model.kv_layers(), block_size, dtype };
 
     let longest = config.max_model_len.map_or(context, |len| len as usize).min(context);
-    let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: LOGIT_ROWS, max_kv_len: longest };
+    let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: chunk_rows, max_kv_len: longest };
     let workspace_bytes =
-        model.workspace_bytes(step) + wanted_rows_bytes(hidden, dtype) + Sampler::workspace_bytes(vocab_size);
+        model.workspace_bytes(step) + wanted_rows_bytes(chunk_rows, hidden, dtype) + Sampler::workspace_bytes(device, chunk_rows, vocab_size);
     let slot_sizes = |max_model_len: usize, num_blocks: usize| SlotSizes {
         num_slots: max_seqs,
         // A step planned before the end of a sequence was known may reserve room past it.
@@ -110,7 +113,7 @@ pub(crate) fn assemble(
         workspace_bytes: workspace_bytes as u64,
         slot_bytes: slot_sizes(longest, 0).bytes(),
         block_bytes: layout.block_bytes() as u64,
-        kv_cache_bytes: config.kv_cache_bytes,
+        kv_cache_bytes: kv_cache_bytes(config, device, &layout, workspace_bytes as u64)?,
         block_size: config.block_size,
         max_model_len: config.max_model_len,
         context: u32::try_from(context).unwrap_or(u32::MAX),
@@ -144,16 +147,35 @@ pub(crate) fn assemble(
         batch: Batch::new(device, limits)?,
         inputs: Inputs::new(max_logit_rows, max_seqs),
         slots: Slots::new(device, sizes)?,
-        sampler: Sampler::new(device, max_logit_rows)?,
+        sampler: Sampler::new(device, chunk_rows, max_logit_rows)?,
+        graphs: Graphs::new(device, config.eager),
         proposer,
         propose_rows: Vec::with_capacity(max_seqs),
+        kept_rows: Vec::with_capacity(max_seqs),
         max_model_len,
         last_step: 0,
     };
     Ok((runner, ready))
 }
 
+/// What the KV cache may take: as set, or of a GPU's memory what `memory_fraction` allows and is not taken.
+fn kv_cache_bytes(config: &WorkerConfig, device: &Device, layout: &KvLayout, workspace_bytes: u64) -> Result<u64> {
+    let Some((free, total)) = device.memory_bytes()?.filter(|_| config.memory_fraction > 0.0) else {
+        return Ok(config.kv_cache_bytes);
+    };
+    // Weights are in place already. The library for large products and the driver's own want a little more.
+    let taken = (total - free) as u64;
+    let allowed = (total as f64 * config.memory_fraction) as u64;
+    let left = allowed.saturating_sub(taken + workspace_bytes + GPU_RESERVE_BYTES);
+    // Positions of the cache are counted in i32.
+    let most = (i32::MAX as u64 / layout.block_size as u64).saturating_mul(layout.block_bytes() as u64);
+    Ok(left.min(most))
+}
+
+/// Device memory left for cuBLASLt, loaded kernels and graphs.
+const GPU_RESERVE_BYTES: u64 = 1 << 30;
+
 /// The gathered hidden states of one chunk of logits.
-fn wanted_rows_bytes(hidden: usize, dtype: DType) -> usize {
-    (LOGIT_ROWS * hidden * dtype.bytes()).next_multiple_of(64)
+fn wanted_rows_bytes(rows: usize, hidden: usize, dtype: DType) -> usize {
+    (rows * hidden * dtype.bytes()).next_multiple_of(64)
 }

@@ -13,8 +13,9 @@ use drafthorse_model::{Batch, Forward, KvCache, Model};
 
 use crate::checksum::Checksum;
 use crate::error::{Result, WorkerError};
+use crate::graphs::Graphs;
 use crate::inputs::{Inputs, LogitsOf, PlannedRow};
-use crate::sampler::{LOGIT_ROWS, Sampler};
+use crate::sampler::Sampler;
 use crate::slots::{SlotState, Slots};
 use crate::spec::{Propose, ProposeRow, Proposer};
 
@@ -31,6 +32,9 @@ pub(crate) struct Runner {
     pub proposer: Option<Box<dyn Proposer>>,
     /// The rows that the proposer is shown, kept from step to step.
     pub propose_rows: Vec<ProposeRow>,
+    /// Rows of hidden states and the slots that keep them, likewise.
+    pub kept_rows: Vec<(u32, u32)>,
+    pub graphs: Graphs,
     pub max_model_len: usize,
     /// The step run last; 0 before the first.
     pub last_step: u64,
@@ -47,13 +51,20 @@ impl Runner {
         let mut timing = Timing::default();
         if self.batch.num_tokens() > 0 {
             let started = Instant::now();
-            let hidden = self.forward()?;
-            timing.forward = started.elapsed();
-            self.sample(&hidden)?;
-            self.verify(&hidden, &mut results)?;
-            timing.sample = started.elapsed() - timing.forward;
-            self.propose(&hidden, &mut results)?;
-            timing.propose = started.elapsed() - timing.forward - timing.sample;
+            if let Some(size) = self.inputs.replay.filter(|_| self.proposer.is_none()) {
+                self.replay(size)?;
+                timing.forward = started.elapsed();
+                self.verify(None, &mut results)?;
+                timing.sample = started.elapsed() - timing.forward;
+            } else {
+                let hidden = self.forward()?;
+                timing.forward = started.elapsed();
+                self.sample(&hidden)?;
+                self.verify(Some(&hidden), &mut results)?;
+                timing.sample = started.elapsed() - timing.forward;
+                self.propose(&hidden, &mut results)?;
+                timing.propose = started.elapsed() - timing.forward - timing.sample;
+            }
         }
         let mut checksum = Checksum::default();
         for (row, result) in step.rows.iter().zip(&results) {
@@ -80,7 +91,21 @@ impl Runner {
         for admit in &step.admit {
             self.slots.admit(step.id, admit)?;
         }
-        self.inputs.build(step, &mut self.slots, &mut self.batch)
+        self.inputs.build(step, &mut self.slots, &mut self.batch, &self.graphs)
+    }
+
+    /// A whole decoding step that was padded to `size`, from a recording once there is one. Nobody looks at its hidden states.
+    fn replay(&mut self, size: usize) -> Result<()> {
+        let Runner { model, kv, workspace, comm, batch, inputs, slots, sampler, graphs, .. } = self;
+        sampler.begin();
+        sampler.prepare(&inputs.logits, size, slots)?;
+        graphs.run(size, || {
+            let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
+            let hidden = model.forward(&mut cx)?;
+            let logits = model.logits(&hidden, &mut cx)?;
+            sampler.pick(&logits, workspace)
+        })?;
+        sampler.collect(inputs.logits.len())
     }
 
     /// The hidden states of the batch, `[tokens, hidden]`.
@@ -104,7 +129,7 @@ impl Runner {
         let (_, width) = hidden.rows_cols();
         let mut next = 0;
         while next < rows.len() {
-            let chunk = &rows[next..rows.len().min(next + LOGIT_ROWS)];
+            let chunk = &rows[next..rows.len().min(next + self.sampler.chunk_rows())];
             let mut wanted = self.workspace.take([chunk.len(), width], hidden.dtype())?;
             gather_rows(hidden, &self.batch.logit_rows().rows(next..next + chunk.len()), &mut wanted)?;
             for (index, row) in chunk.iter().enumerate() {
@@ -128,8 +153,9 @@ impl Runner {
         Ok(())
     }
 
-    /// Takes over the tokens that hold and moves every sequence on.
-    fn verify(&mut self, hidden: &Tensor, results: &mut [RowResult]) -> Result<()> {
+    /// Takes over the tokens that hold and moves every sequence on. Without `hidden`, no slot keeps its last row of it.
+    fn verify(&mut self, hidden: Option<&Tensor>, results: &mut [RowResult]) -> Result<()> {
+        self.kept_rows.clear();
         for (index, result) in results.iter_mut().enumerate() {
             let row = self.inputs.rows[index].clone();
             if row.is_inert() {
@@ -142,9 +168,12 @@ impl Runner {
             state.num_computed += computed;
             state.ended |= result.ended.is_some() || result.error.is_some();
             self.slots.cut_drafts(row.slot, 0);
-            self.slots.keep_hidden(row.slot, hidden, row.tokens.start + computed - 1)?;
+            self.kept_rows.push(((row.tokens.start + computed - 1) as u32, row.slot.0));
         }
-        Ok(())
+        match hidden {
+            Some(hidden) => self.slots.keep_hidden(hidden, &self.kept_rows),
+            None => Ok(()),
+        }
     }
 
     fn collect_prompt_logprobs(&self, row: &PlannedRow, result: &mut RowResult) {

@@ -4,24 +4,32 @@
 //! logits as they came. The random number of a token belongs to its seed and its place in the sequence.
 
 use drafthorse_control::{RankedToken, SamplingParams, TokenId, TokenLogprobs};
+use drafthorse_kernels::device::Readback;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
 use drafthorse_kernels::ops::logprobs::{self, LogprobsOut};
-use drafthorse_kernels::ops::penalty::{Penalties, TokenCount, penalty};
-use drafthorse_kernels::ops::sample::{self, SampleRows};
+use drafthorse_kernels::ops::penalty::{Penalties, TokenCount, penalize};
+use drafthorse_kernels::ops::sample;
 use drafthorse_kernels::{DType, Device, Tensor, Workspace};
 
 use crate::error::Result;
 use crate::inputs::{LogitRow, LogitsOf};
+use crate::row_params::RowParams;
 use crate::slots::{SlotState, Slots, count};
 
 /// Rows whose logits are held at once. A row of them is as wide as the vocabulary, so this bounds what a step takes; enough
 /// rows for the head's product to be quick.
-pub(crate) const LOGIT_ROWS: usize = 32;
+pub(crate) fn logit_rows(device: &Device) -> usize {
+    match device {
+        Device::Cpu => 32,
+        Device::Cuda(_) => 256,
+    }
+}
 
 /// Picks tokens; keeps what came of a step until the next begins.
 pub(crate) struct Sampler {
     params: RowParams,
     ids: Tensor,
+    ids_on_host: Readback<i32>,
     /// One per row of the step; -1 where the logits were not finite.
     tokens: Vec<i32>,
     logprobs: Vec<Option<TokenLogprobs>>,
@@ -30,34 +38,13 @@ pub(crate) struct Sampler {
     bias: Vec<(TokenId, f32)>,
 }
 
-/// [`SampleRows`], on the host and on the device.
-struct RowParams {
-    host: Vec<HostParams>,
-    floats: Vec<f32>,
-    ints: Vec<i32>,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-}
-
-#[derive(Clone, Copy)]
-struct HostParams {
-    temperature: f32,
-    top_k: i32,
-    top_p: f32,
-    min_p: f32,
-    seed: u64,
-    position: i32,
-}
-
 impl Sampler {
-    pub fn new(device: &Device, max_rows: usize) -> Result<Self> {
+    /// For chunks of `chunk_rows` rows, and steps of `max_rows`.
+    pub fn new(device: &Device, chunk_rows: usize, max_rows: usize) -> Result<Self> {
         Ok(Sampler {
-            params: RowParams::new(device)?,
-            ids: Tensor::zeros(device, "sampled tokens", [LOGIT_ROWS], DType::I32)?,
+            params: RowParams::new(device, chunk_rows)?,
+            ids: Tensor::zeros(device, "sampled tokens", [chunk_rows], DType::I32)?,
+            ids_on_host: Readback::new(device, chunk_rows)?,
             tokens: Vec::with_capacity(max_rows),
             logprobs: Vec::with_capacity(max_rows),
             seen: Vec::new(),
@@ -66,11 +53,20 @@ impl Sampler {
     }
 
     /// Most bytes of workspace that a chunk takes besides its logits.
-    pub fn workspace_bytes(vocab_size: usize) -> usize {
+    pub fn workspace_bytes(device: &Device, chunk_rows: usize, vocab_size: usize) -> usize {
         let tensor = |elements: usize| (elements * 4).next_multiple_of(64);
-        let own_logits = tensor(LOGIT_ROWS * vocab_size);
-        let lists = 4 * tensor(LOGIT_ROWS) + 2 * tensor(LOGIT_ROWS * logprobs::MAX_TOP);
-        own_logits + lists + sample::workspace_bytes(vocab_size)
+        let own_logits = tensor(chunk_rows * vocab_size);
+        let lists = 4 * tensor(chunk_rows) + 2 * tensor(chunk_rows * logprobs::MAX_TOP);
+        let of_op = match device {
+            Device::Cpu => sample::workspace_bytes(vocab_size),
+            Device::Cuda(_) => sample::gpu_workspace_bytes(chunk_rows),
+        };
+        own_logits + lists + of_op
+    }
+
+    /// Rows of a chunk.
+    pub fn chunk_rows(&self) -> usize {
+        self.ids.dims()[0]
     }
 
     /// Forgets the step before.
@@ -116,13 +112,46 @@ impl Sampler {
             }
         }
         self.params.send()?;
-        let mut ids = self.ids.rows_mut(0..rows.len());
-        self.params.with(rows.len(), |params| sample::sample(logits, params, &mut ids, workspace))?;
-        self.tokens.extend_from_slice(ids.as_slice::<i32>());
-        self.logprobs.resize(self.tokens.len(), None);
+        self.pick(logits, workspace)?;
+        self.collect(rows.len())?;
         if let Some(told) = told {
             told.tell(rows, &self.tokens[first..], &mut self.logprobs[first..], workspace)?;
         }
+        Ok(())
+    }
+
+    /// Sends what the rows of a decoding step are sampled with, and as much for the rows that it is padded with.
+    ///
+    /// # Errors
+    /// `Kernel` if the device fails.
+    pub fn prepare(&mut self, rows: &[LogitRow], num_padded: usize, slots: &Slots) -> Result<()> {
+        self.params.begin();
+        for row in rows {
+            self.params.push(&slots.state(row.slot).sampling, row.position);
+        }
+        for _ in rows.len()..num_padded {
+            self.params.push(&SamplingParams::default(), 0);
+        }
+        self.params.send()
+    }
+
+    /// Puts the choice of tokens on the device's stream; parameters have been sent.
+    ///
+    /// # Errors
+    /// `Kernel` if the memory plan was too small.
+    pub fn pick(&mut self, logits: &Tensor, workspace: &Workspace) -> Result<()> {
+        let (num_rows, _) = logits.rows_cols();
+        let mut ids = self.ids.rows_mut(0..num_rows);
+        Ok(self.params.with(num_rows, |params| sample::sample(logits, params, &mut ids, workspace))?)
+    }
+
+    /// Waits for the tokens of the next `num_rows` rows of the step.
+    ///
+    /// # Errors
+    /// `Kernel` if the device failed.
+    pub fn collect(&mut self, num_rows: usize) -> Result<()> {
+        self.tokens.extend_from_slice(self.ids_on_host.read(&self.ids.rows(0..num_rows))?);
+        self.logprobs.resize(self.tokens.len(), None);
         Ok(())
     }
 
@@ -143,80 +172,9 @@ impl Sampler {
             }
         }
         if !self.bias.is_empty() || !self.seen.is_empty() {
-            penalty(logits.as_mut_slice(), penalties, &self.seen, &self.bias)?;
+            penalize(logits, penalties, &self.seen, &self.bias)?;
         }
         Ok(())
-    }
-}
-
-impl RowParams {
-    fn new(device: &Device) -> Result<Self> {
-        let tensor = |what, dtype| Tensor::zeros(device, what, [LOGIT_ROWS], dtype);
-        Ok(RowParams {
-            host: Vec::with_capacity(LOGIT_ROWS),
-            floats: Vec::with_capacity(LOGIT_ROWS),
-            ints: Vec::with_capacity(2 * LOGIT_ROWS),
-            temperature: tensor("temperatures", DType::F32)?,
-            top_k: tensor("top_k", DType::I32)?,
-            top_p: tensor("top_p", DType::F32)?,
-            min_p: tensor("min_p", DType::F32)?,
-            seed: Tensor::zeros(device, "seeds", [LOGIT_ROWS, 2], DType::I32)?,
-            position: tensor("positions", DType::I32)?,
-        })
-    }
-
-    fn begin(&mut self) {
-        self.host.clear();
-    }
-
-    fn push(&mut self, sampling: &SamplingParams, position: usize) {
-        self.host.push(HostParams {
-            temperature: sampling.temperature,
-            top_k: i32::try_from(sampling.top_k).unwrap_or(i32::MAX),
-            top_p: sampling.top_p,
-            min_p: sampling.min_p,
-            seed: sampling.seed,
-            position: position as i32,
-        });
-    }
-
-    /// Copies the rows to the device.
-    fn send(&mut self) -> Result<()> {
-        let rows = 0..self.host.len();
-        let floats: [(&mut Tensor, fn(&HostParams) -> f32); 3] = [
-            (&mut self.temperature, |row| row.temperature),
-            (&mut self.top_p, |row| row.top_p),
-            (&mut self.min_p, |row| row.min_p),
-        ];
-        for (tensor, of) in floats {
-            self.floats.clear();
-            self.floats.extend(self.host.iter().map(of));
-            tensor.rows_mut(rows.clone()).copy_from_slice(&self.floats)?;
-        }
-        let ints: [(&mut Tensor, fn(&HostParams) -> i32); 2] =
-            [(&mut self.top_k, |row| row.top_k), (&mut self.position, |row| row.position)];
-        for (tensor, of) in ints {
-            self.ints.clear();
-            self.ints.extend(self.host.iter().map(of));
-            tensor.rows_mut(rows.clone()).copy_from_slice(&self.ints)?;
-        }
-        self.ints.clear();
-        self.ints.extend(self.host.iter().flat_map(|row| [row.seed as i32, (row.seed >> 32) as i32]));
-        self.seed.rows_mut(rows).copy_from_slice(&self.ints)?;
-        Ok(())
-    }
-
-    /// The first `num_rows` rows on the device, for one call.
-    fn with<T>(&self, num_rows: usize, call: impl FnOnce(&SampleRows<'_>) -> T) -> T {
-        let rows = 0..num_rows;
-        call(&SampleRows {
-            temperature: &self.temperature.rows(rows.clone()),
-            top_k: &self.top_k.rows(rows.clone()),
-            top_p: &self.top_p.rows(rows.clone()),
-            min_p: &self.min_p.rows(rows.clone()),
-            seed: &self.seed.rows(rows.clone()),
-            position: &self.position.rows(rows),
-        })
     }
 }
 
@@ -237,9 +195,7 @@ impl Told {
         let mut kept = workspace.take([num_told, vocab], DType::F32)?;
         let mut indices = workspace.take([num_told], DType::I32)?;
         let told = (0..).zip(rows).filter(|(_, row)| row.logprobs.is_some());
-        for (entry, (index, _)) in indices.as_mut_slice::<i32>().iter_mut().zip(told) {
-            *entry = index;
-        }
+        indices.copy_from_slice(&told.map(|(index, _)| index).collect::<Vec<i32>>())?;
         gather_rows(logits, &indices, &mut kept)?;
         Ok(Some(Told { logits: kept, top: (top as usize).min(logprobs::MAX_TOP).min(vocab) }))
     }
@@ -259,12 +215,12 @@ impl Told {
         let mut top_ids = workspace.take([num_told, self.top], DType::I32)?;
         let mut top_logprobs = workspace.take([num_told, self.top], DType::F32)?;
         let told = || rows.iter().zip(tokens).filter(|(row, _)| row.logprobs.is_some());
-        for (id, (row, &sampled)) in ids.as_mut_slice::<i32>().iter_mut().zip(told()) {
-            *id = match row.of {
-                LogitsOf::Prompt { token, .. } => token as i32,
-                LogitsOf::Next { .. } => sampled,
-            };
-        }
+        let given = told().map(|(row, &sampled)| match row.of {
+            LogitsOf::Prompt { token, .. } => token as i32,
+            LogitsOf::Next { .. } => sampled,
+        });
+        let given: Vec<i32> = given.collect();
+        ids.copy_from_slice(&given)?;
         let mut written = LogprobsOut {
             logprob: &mut logprob,
             rank: &mut rank,
@@ -273,8 +229,8 @@ impl Told {
         };
         logprobs::logprobs(&self.logits, &ids, &mut written)?;
 
-        let (ids, logprob, rank) = (ids.as_slice::<i32>(), logprob.as_slice::<f32>(), rank.as_slice::<i32>());
-        let (top_ids, top_logprobs) = (top_ids.as_slice::<i32>(), top_logprobs.as_slice::<f32>());
+        let (logprob, rank) = (logprob.to_vec::<f32>()?, rank.to_vec::<i32>()?);
+        let (top_ids, top_logprobs) = (top_ids.to_vec::<i32>()?, top_logprobs.to_vec::<f32>()?);
         let wanted = rows.iter().zip(out).filter_map(|(row, out)| Some((row.logprobs?, out)));
         for (index, (num_top, out)) in wanted.enumerate() {
             let at = index * self.top;
@@ -285,7 +241,7 @@ impl Told {
                 rank,
             });
             *out = Some(TokenLogprobs {
-                token: RankedToken { token: ids[index] as TokenId, logprob: logprob[index], rank: rank[index] as u32 },
+                token: RankedToken { token: given[index] as TokenId, logprob: logprob[index], rank: rank[index] as u32 },
                 top: top.collect(),
             });
         }

@@ -1,10 +1,11 @@
 //! What a rank remembers of each running sequence: its tokens, how far its KV reaches, its block table and its drafts.
 //!
 //! Block tables, drafts and last hidden rows are arrays over all slots, where a step's inputs are made from them and a
-//! proposer writes them. The tokens stay on the host too: results carry them up, and prompt lookup searches them.
+//! proposer writes them; hidden rows lie on the device. The tokens stay on the host: results carry them up, and prompt lookup
+//! searches them.
 
 use drafthorse_control::{Admit, BlockId, SamplingParams, Slot, TokenId};
-use drafthorse_kernels::ops::copy_rows::{copy, copy_rows};
+use drafthorse_kernels::ops::copy_rows::{copy_rows, copy_rows_from};
 use drafthorse_kernels::ops::penalty::{Penalties, TokenCount};
 use drafthorse_kernels::{DType, Device, Tensor};
 
@@ -77,6 +78,13 @@ impl SlotState {
         }
     }
 
+    /// Whether biases, masks or penalties apply to the next token.
+    pub fn changes_logits(&self) -> bool {
+        !self.sampling.logit_bias.is_empty()
+            || self.num_output() < self.sampling.min_tokens as usize
+            || self.penalties() != Penalties::NONE
+    }
+
     pub fn num_output(&self) -> usize {
         self.tokens.len() - self.num_prompt
     }
@@ -102,9 +110,9 @@ impl Slots {
         Ok(Slots {
             sizes,
             states: vec![None; num_slots],
-            block_tables: Tensor::zeros(device, "block tables", [num_slots, max_blocks], DType::I32)?,
-            drafts: Tensor::zeros(device, "drafts", [num_slots, max_drafts.max(1)], DType::I32)?,
-            num_drafts: Tensor::zeros(device, "draft counts", [num_slots], DType::I32)?,
+            block_tables: Tensor::zeros(&Device::Cpu, "block tables", [num_slots, max_blocks], DType::I32)?,
+            drafts: Tensor::zeros(&Device::Cpu, "drafts", [num_slots, max_drafts.max(1)], DType::I32)?,
+            num_drafts: Tensor::zeros(&Device::Cpu, "draft counts", [num_slots], DType::I32)?,
             last_hidden: Tensor::zeros(device, "last hidden rows", [num_slots, hidden], dtype)?,
         })
     }
@@ -155,11 +163,9 @@ impl Slots {
         *num_drafts = (*num_drafts).min(keep as i32);
     }
 
-    /// Keeps row `row` of `hidden` as the sequence's last.
-    pub(crate) fn keep_hidden(&mut self, slot: Slot, hidden: &Tensor, row: usize) -> Result<()> {
-        let index = slot.0 as usize;
-        copy(&hidden.rows(row..row + 1), &mut self.last_hidden.rows_mut(index..index + 1))?;
-        Ok(())
+    /// Keeps rows of `hidden` as the last of sequences: `(row, slot)`.
+    pub(crate) fn keep_hidden(&mut self, hidden: &Tensor, rows: &[(u32, u32)]) -> Result<()> {
+        Ok(copy_rows_from(hidden, &mut self.last_hidden, rows)?)
     }
 
     pub(crate) fn blocks(&self, slot: Slot) -> &[i32] {

@@ -1,33 +1,104 @@
 //! Where tensors live and ops run. Closed on purpose: ops are what grows, so each op matches on the device itself.
 
 mod cpu;
+pub mod cuda;
+mod recording;
+mod staging;
 
 use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
 
-pub(crate) use cpu::HostBuffer;
+use cpu::HostBuffer;
+use cuda::CudaBuffer;
+pub use cuda::CudaDevice;
+pub use recording::Recording;
+pub use staging::{Readback, Staged, Staging};
 
 use crate::error::Result;
 
 /// A place for memory and work.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Device {
     /// The host: its memory, and the process-wide [`pool`](crate::pool) of threads.
     Cpu,
+    /// One NVIDIA GPU and the one stream that all of its ops run on, in order.
+    Cuda(Arc<CudaDevice>),
 }
 
-impl Device {
-    /// Zeroed memory, owned by what is returned.
-    pub(crate) fn alloc(&self, what: &'static str, bytes: usize) -> Result<HostBuffer> {
+/// Memory on a device, freed when dropped.
+#[derive(Debug)]
+pub(crate) enum Buffer {
+    Host(HostBuffer),
+    Cuda(CudaBuffer),
+}
+
+impl Buffer {
+    pub(crate) fn address(&self) -> NonNull<u8> {
         match self {
-            Device::Cpu => HostBuffer::zeroed(what, bytes),
+            Buffer::Host(buffer) => buffer.address(),
+            Buffer::Cuda(buffer) => buffer.address(),
         }
     }
 }
+
+impl Device {
+    /// GPU number `ordinal` of this process.
+    ///
+    /// # Errors
+    /// `NoFatbin`, `NoDriver`, `NoDevice` or `Driver`, each saying what to do.
+    pub fn cuda(ordinal: usize) -> Result<Self> {
+        Ok(Device::Cuda(Arc::new(CudaDevice::new(ordinal)?)))
+    }
+
+    /// Zeroed memory, owned by what is returned.
+    pub(crate) fn alloc(&self, what: &'static str, bytes: usize) -> Result<Buffer> {
+        match self {
+            Device::Cpu => HostBuffer::zeroed(what, bytes).map(Buffer::Host),
+            Device::Cuda(device) => CudaBuffer::zeroed(device, what, bytes).map(Buffer::Cuda),
+        }
+    }
+
+    /// Bytes of its memory, free now and in all; `None` for the CPU, whose memory is not ours to share out.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn memory_bytes(&self) -> Result<Option<(usize, usize)>> {
+        match self {
+            Device::Cpu => Ok(None),
+            Device::Cuda(device) => device.memory_bytes().map(Some),
+        }
+    }
+
+    /// Waits until all work given to the device is done.
+    ///
+    /// # Errors
+    /// `Driver` if any of it failed.
+    pub fn synchronize(&self) -> Result<()> {
+        match self {
+            Device::Cpu => Ok(()),
+            Device::Cuda(device) => device.synchronize(),
+        }
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Device::Cpu, Device::Cpu) => true,
+            (Device::Cuda(a), Device::Cuda(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
+    }
+}
+
+impl Eq for Device {}
 
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(device) => write!(f, "cuda:{}", device.ordinal()),
         }
     }
 }

@@ -15,6 +15,7 @@ pub mod matmul_int8;
 pub mod penalty;
 pub mod rms_norm;
 pub mod rope;
+pub mod rope_kv_write;
 mod rows;
 pub mod sample;
 pub mod silu_mul;

@@ -5,9 +5,8 @@
 use std::sync::Arc;
 
 use drafthorse_kernels::Tensor;
-use drafthorse_kernels::ops::attention::{Heads, WORKSPACE_BYTES, attention};
-use drafthorse_kernels::ops::kv_write::kv_write;
-use drafthorse_kernels::ops::rope::{RopeTable, rope};
+use drafthorse_kernels::ops::attention::{Heads, rope_attention, workspace_bytes};
+use drafthorse_kernels::ops::rope::RopeTable;
 
 use super::linear::Linear;
 use crate::error::{ModelError, Result};
@@ -26,6 +25,8 @@ pub(crate) struct Attention {
     scale: f32,
     /// Where its K and V are in the cache.
     kv_layer: usize,
+    /// Scratch memory of the op.
+    op_workspace_bytes: usize,
 }
 
 impl Attention {
@@ -53,6 +54,7 @@ impl Attention {
             heads,
             scale: 1.0 / (head_dim as f32).sqrt(),
             kv_layer: at.context().first_kv_layer + layer,
+            op_workspace_bytes: workspace_bytes(at.device(), heads),
         })
     }
 
@@ -65,11 +67,12 @@ impl Attention {
 
         let mut qkv = self.qkv.output(tokens, x.dtype(), cx)?;
         self.qkv.forward(x, &mut qkv, cx)?;
-        rope(&mut qkv, &batch.positions(), &self.rope, self.heads)?;
         let [k, v] = cx.kv.layer(self.kv_layer)?;
-        kv_write(&qkv, k, v, &batch.positions(), &ragged, self.heads)?;
         let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], x.dtype())?;
-        attention(&qkv, k, v, &ragged, self.heads, self.scale, &mut attended, cx.workspace)?;
+        let (positions, heads, scale) = (batch.positions(), self.heads, self.scale);
+        rope_attention(
+            &mut qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace,
+        )?;
         self.output.forward(&attended, x, cx)
     }
 
@@ -82,7 +85,7 @@ impl Attention {
         let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
         let qkv = tensor_bytes(step.tokens * (num_heads + 2 * num_kv_heads) * head_dim, element_bytes);
         let attended = tensor_bytes(step.tokens * num_heads * head_dim, element_bytes);
-        let after = self.output.workspace_bytes(step.tokens).max(WORKSPACE_BYTES);
+        let after = self.output.workspace_bytes(step.tokens).max(self.op_workspace_bytes);
         qkv + self.qkv.workspace_bytes(step.tokens).max(attended + after)
     }
 }

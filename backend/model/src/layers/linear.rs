@@ -53,6 +53,11 @@ impl Linear {
         Ok(())
     }
 
+    /// `silu(first half) * second half` of the outputs, of a column-parallel layer. `false`, and nothing done, where it takes two passes.
+    pub(crate) fn gated(&self, x: &Tensor, y: &mut Tensor) -> Result<bool> {
+        if self.bias.is_some() { Ok(false) } else { self.weight.gated(&Activation::from(x), y) }
+    }
+
     /// A tensor for this layer's output.
     pub(crate) fn output(&self, tokens: usize, dtype: DType, cx: &Forward<'_>) -> Result<Tensor> {
         cx.take([tokens, self.weight.dims()[0]], dtype)

@@ -36,9 +36,11 @@ impl GatedMlp {
     pub(crate) fn forward(&self, x: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
         let (tokens, _) = x.rows_cols();
         let mut gate_up = self.gate_up.output(tokens, x.dtype(), cx)?;
-        self.gate_up.forward(x, &mut gate_up, cx)?;
         let mut gated = cx.take([tokens, self.intermediate], x.dtype())?;
-        silu_mul(&gate_up, &mut gated)?;
+        if !self.gate_up.gated(x, &mut gated)? {
+            self.gate_up.forward(x, &mut gate_up, cx)?;
+            silu_mul(&gate_up, &mut gated)?;
+        }
         self.down.forward(&gated, x, cx)
     }
 
@@ -46,6 +48,6 @@ impl GatedMlp {
     pub(crate) fn workspace_bytes(&self, tokens: usize, element_bytes: usize) -> usize {
         let gate_up = tensor_bytes(tokens * 2 * self.intermediate, element_bytes);
         let gated = tensor_bytes(tokens * self.intermediate, element_bytes);
-        gate_up + self.gate_up.workspace_bytes(tokens).max(gated + self.down.workspace_bytes(tokens))
+        gate_up + gated + self.gate_up.workspace_bytes(tokens).max(self.down.workspace_bytes(tokens))
     }
 }

@@ -110,10 +110,11 @@ impl Model for Llama {
 
 #[cfg(test)]
 mod tests {
-    use drafthorse_kernels::DType;
+    use drafthorse_kernels::{DType, Device};
     use safetensors::tensor::Dtype;
 
     use super::super::reference;
+    use crate::LoadOptions;
     use crate::testing::{Rig, Tiny, options, relative_error};
 
     const TOKENS: [i32; 40] = [
@@ -170,6 +171,24 @@ mod tests {
             (error(DType::BF16, "none"), error(DType::F32, "weight_only_int8"), error(DType::F32, "weight_only_int4"));
         assert!(bf16 > 1e-5 && bf16 < 0.1, "{bf16}");
         assert!(int8 > 1e-5 && int8 < 0.1 && int8 < int4 / 2.0 && int4 < 1.0, "{int8} {int4}");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn a_gpu_gives_the_logits_of_the_cpu() {
+        for changes in [r#"{"head_dim": 64, "tie_word_embeddings": true}"#, r#"{"head_dim": 128, "attention_bias": true}"#] {
+            let dir = Tiny::new(Dtype::BF16, changes).write();
+            let on = |device| {
+                let options = LoadOptions { device, dtype: DType::BF16, ..LoadOptions::default() };
+                Rig::new(dir.path(), &options, TOKENS.len())
+            };
+            let want = on(Device::Cpu).step(&TOKENS, 0);
+            let mut gpu = on(Device::cuda(0).unwrap());
+            for chunks in [[40].as_slice(), &[39, 1], &[1; 40], &[7, 9, 1, 3, 20]] {
+                let error = relative_error(&gpu.chunked(&TOKENS, chunks), &want);
+                assert!(error < 0.05, "{changes} {chunks:?}: {error}");
+            }
+        }
     }
 
     #[test]

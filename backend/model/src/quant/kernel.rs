@@ -11,7 +11,7 @@ use super::scheme::{Activation, ActivationFormat, QuantWeight};
 use crate::error::Result;
 
 macro_rules! quant_weight {
-    ($weight:ty, $op:ident) => {
+    ($weight:ty, $op:ident $(, $gated:path)?) => {
         impl QuantWeight for $weight {
             fn activation(&self) -> ActivationFormat {
                 ActivationFormat::Float
@@ -20,6 +20,10 @@ macro_rules! quant_weight {
             fn matmul(&self, x: &Activation<'_>, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
                 Ok($op::matmul(x.values, self, y, workspace)?)
             }
+
+            $(fn gated(&self, x: &Activation<'_>, y: &mut Tensor) -> Result<bool> {
+                Ok($gated(x.values, self, y)?)
+            })?
 
             fn gather(&self, ids: &Tensor, y: &mut Tensor) -> Result<()> {
                 Ok($op::gather(self, ids, y)?)
@@ -45,7 +49,7 @@ macro_rules! quant_weight {
     };
 }
 
-quant_weight!(Bf16Weight, matmul_bf16);
+quant_weight!(Bf16Weight, matmul_bf16, matmul_bf16::gated);
 quant_weight!(F32Weight, matmul_f32);
 quant_weight!(Int8Weight, matmul_int8);
 quant_weight!(Int4Weight, matmul_int4);

@@ -68,6 +68,12 @@ pub trait QuantWeight: Send + Sync {
     /// `y = x @ weightᵀ`; `x` is `[tokens, in]`, `y` is `[tokens, out]`, f32 or bf16.
     fn matmul(&self, x: &Activation<'_>, y: &mut Tensor, workspace: &Workspace) -> Result<()>;
 
+    /// `y = silu(x @ gateᵀ) * (x @ upᵀ)` in one pass, `weight` being gate above up; `false`, and nothing done, where there is no
+    /// kernel for it.
+    fn gated(&self, _x: &Activation<'_>, _y: &mut Tensor) -> Result<bool> {
+        Ok(false)
+    }
+
     /// `y[t] = weight[ids[t]]`: an embedding lookup, so that a tied head needs no second copy.
     fn gather(&self, ids: &Tensor, y: &mut Tensor) -> Result<()>;
 

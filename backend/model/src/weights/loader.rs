@@ -210,6 +210,9 @@ impl<'a> Loader<'a> {
 
     fn stored(&self, tensor: &str, shape: &[usize]) -> Option<StoredDtype> {
         let name = self.at(tensor).path;
+        if self.context.checkpoint.is_random() {
+            return Some(StoredDtype::BF16);
+        }
         let Some(info) = self.context.checkpoint.find(&name) else {
             self.context.checkpoint.note(TensorProblem::Missing { name });
             return None;

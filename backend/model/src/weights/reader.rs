@@ -31,6 +31,8 @@ pub struct Checkpoint {
     read_bytes: AtomicU64,
     /// While set, tensors are looked at and none is read.
     checking: AtomicBool,
+    /// Every tensor is there, of any shape, in bf16, and made up.
+    random: bool,
     seen: Mutex<Seen>,
 }
 
@@ -58,15 +60,7 @@ impl Checkpoint {
     /// `NoWeights`, `Read`, `Json`, and `Shard` naming the file that is not whole.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = dir.join(INDEX);
-        let mut checkpoint = Checkpoint {
-            dir: dir.to_owned(),
-            shards: Vec::new(),
-            tensors: BTreeMap::new(),
-            total_bytes: 0,
-            read_bytes: AtomicU64::new(0),
-            checking: AtomicBool::new(false),
-            seen: Mutex::default(),
-        };
+        let mut checkpoint = Checkpoint::empty(dir, false);
         if index.is_file() {
             checkpoint.add_indexed(&index)?;
         } else if dir.join(ONE_FILE).is_file() {
@@ -75,6 +69,28 @@ impl Checkpoint {
             return Err(ModelError::NoWeights { dir: dir.to_owned() });
         }
         Ok(checkpoint)
+    }
+
+    /// A checkpoint of made-up weights: any tensor is there, bf16, of whatever shape is asked for. Vectors named like norms are ones.
+    pub(crate) fn random() -> Self {
+        Checkpoint::empty(Path::new(""), true)
+    }
+
+    fn empty(dir: &Path, random: bool) -> Self {
+        Checkpoint {
+            dir: dir.to_owned(),
+            shards: Vec::new(),
+            tensors: BTreeMap::new(),
+            total_bytes: 0,
+            read_bytes: AtomicU64::new(0),
+            checking: AtomicBool::new(false),
+            random,
+            seen: Mutex::default(),
+        }
+    }
+
+    pub(super) fn is_random(&self) -> bool {
+        self.random
     }
 
     fn add_indexed(&mut self, index: &Path) -> Result<()> {
@@ -182,6 +198,10 @@ impl Checkpoint {
     /// # Errors
     /// `Read`.
     pub(super) fn read(&self, name: &str, start: u64, into: &mut [u8]) -> Result<()> {
+        if self.random {
+            make_up(name, start, into);
+            return Ok(());
+        }
         let Some((shard, info)) = self.tensors.get(name) else {
             let problems = vec![TensorProblem::Missing { name: name.to_owned() }];
             return Err(ModelError::Tensors { dir: self.dir.clone(), problems });
@@ -192,5 +212,25 @@ impl Checkpoint {
         read.map_err(|source| ModelError::Read { path: shard.path.clone(), source })?;
         self.read_bytes.fetch_add(into.len() as u64, Ordering::Relaxed);
         Ok(())
+    }
+}
+
+/// Random bf16, as many negative as positive, between 2^-7 and 2^-3 in size: such that no activation overflows or dies out.
+fn make_up(name: &str, start: u64, into: &mut [u8]) {
+    let is_norm = name.contains("norm");
+    // FNV-1a of the name, then splitmix64.
+    let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    state ^= start.wrapping_mul(0xd6e8_feb8_6659_fd93);
+    for eight in into.chunks_mut(8) {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        for (two, bits) in eight.chunks_mut(2).zip([0, 16, 32, 48].map(|shift| (mixed >> shift) as u16)) {
+            let exponent = 120 + (bits >> 7 & 3);
+            let value = if is_norm { 0x3f80 } else { bits & 0x8000 | exponent << 7 | bits & 0x7f };
+            two.copy_from_slice(&value.to_le_bytes()[..two.len()]);
+        }
     }
 }

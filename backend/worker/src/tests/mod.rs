@@ -3,6 +3,7 @@
 mod engine;
 mod failing;
 mod fake;
+mod gpu;
 mod llama;
 mod serving;
 mod sharing;

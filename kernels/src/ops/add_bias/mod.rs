@@ -1,6 +1,7 @@
 //! Adds a bias to every row: what follows a linear layer that has one.
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
 use crate::dtype::DType;
@@ -23,8 +24,9 @@ pub fn add_bias(y: &mut Tensor, bias: &Tensor) -> Result<()> {
     let (_, cols) = y.rows_cols();
     bias.expect_shape(OP, "bias", [cols])?;
     bias.expect_dtype(OP, "bias", DType::F32)?;
-    match y.device() {
+    match y.device().clone() {
         Device::Cpu => with_float!(OP, "y", y.dtype(), T => cpu::add_bias::<T>(y, bias)),
+        Device::Cuda(device) => cuda::add_bias(&device, y, bias)?,
     }
     Ok(())
 }

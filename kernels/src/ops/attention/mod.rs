@@ -7,6 +7,7 @@
 
 #[cfg(test)]
 mod cpu;
+mod cuda;
 mod products;
 mod ragged;
 #[cfg(test)]
@@ -19,6 +20,8 @@ pub(crate) use ragged::{Seq, check_cache};
 
 use crate::device::Device;
 use crate::error::{KernelError, Result};
+use crate::ops::rope::RopeTable;
+use crate::ops::rope_kv_write::rope_kv_write;
 use crate::pool;
 use crate::simd::Level;
 use crate::tensor::Tensor;
@@ -33,8 +36,16 @@ pub(crate) const SPAN: usize = 64;
 /// Positions that are summed up apart from others.
 pub(crate) const SPLIT: usize = 256;
 
-/// What [`attention`] takes from the workspace at most.
+/// What [`attention`] takes from the workspace of a CPU at most.
 pub const WORKSPACE_BYTES: usize = 1 << 20;
+
+/// What [`attention`] and [`rope_attention`] take from the workspace at most.
+pub fn workspace_bytes(device: &Device, heads: Heads) -> usize {
+    match device {
+        Device::Cpu => WORKSPACE_BYTES,
+        Device::Cuda(device) => cuda::workspace_bytes(device, heads),
+    }
+}
 
 /// Largest head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
@@ -47,7 +58,7 @@ pub(crate) const MAX_HEAD_DIM: usize = 256;
 /// | `k`, `v`    | `[blocks, num_kv_heads, block_size, head_dim]`, as [`kv_write`](super::kv_write::kv_write) left them, this step's tokens included | f32 or bf16 | read |
 /// | `ragged`    | see [`Ragged`] | i32 | read |
 /// | `y`         | `[tokens, num_heads * head_dim]` | as `qkv` | written |
-/// | `workspace` | takes at most [`WORKSPACE_BYTES`] | | |
+/// | `workspace` | takes at most [`workspace_bytes`] | | |
 ///
 /// `head_dim` is a multiple of 8 up to 256, `block_size` 16, 32, 64 or 128. Arithmetic in f32; for one query and head, with
 /// positions j of a span, then spans of a split, then splits:
@@ -88,6 +99,41 @@ pub fn attention(
                 tiled::attention::<T, C>(qkv, k, v, ragged, heads, scale, y, workspace, level, num_threads)?;
             }));
         }
+        Device::Cuda(device) => cuda::attention(device, qkv, k, v, ragged, heads, scale, y, workspace)?,
     }
     Ok(())
+}
+
+/// [`rope_kv_write`], then [`attention`]: what a decoder layer does between its two products.
+///
+/// On a GPU a step of few query tokens a sequence is one launch, which leaves `qkv` as it was; otherwise the two ops.
+///
+/// # Errors
+/// Those of the two.
+pub fn rope_attention(
+    qkv: &mut Tensor,
+    k: &mut Tensor,
+    v: &mut Tensor,
+    positions: &Tensor,
+    table: &RopeTable,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    if let Device::Cuda(device) = qkv.device().clone()
+        && cuda::is_decode(ragged.max_tokens_per_seq, heads)
+    {
+        heads.check(OP)?;
+        let (num_tokens, _) = qkv.rows_cols();
+        qkv.expect_shape(OP, "qkv", [num_tokens, heads.qkv_cols()])?;
+        y.expect_shape(OP, "y", [num_tokens, heads.num_heads * heads.head_dim])?;
+        y.expect_dtype(OP, "y", qkv.dtype())?;
+        check_cache(OP, k, v, heads)?;
+        ragged.check(OP)?;
+        return cuda::decode(&device, qkv, k, v, Some(table), ragged, heads, scale, y, workspace);
+    }
+    rope_kv_write(qkv, k, v, positions, table, ragged, heads)?;
+    attention(qkv, k, v, ragged, heads, scale, y, workspace)
 }

@@ -1,6 +1,7 @@
 //! Copies of whole rows: a tensor onto another, and rows onto rows of the same tensor.
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
 use crate::error::{KernelError, Result};
@@ -22,6 +23,7 @@ pub fn copy(x: &Tensor, y: &mut Tensor) -> Result<()> {
     y.expect_dtype(OP, "y", x.dtype())?;
     match x.device() {
         Device::Cpu => cpu::copy(x, y),
+        Device::Cuda(device) => cuda::copy(device, x, y),
     }
 }
 
@@ -44,6 +46,43 @@ pub fn copy_rows(x: &mut Tensor, pairs: &[(u32, u32)]) -> Result<()> {
     }
     match x.device() {
         Device::Cpu => cpu::copy_rows(x, pairs),
+        Device::Cuda(device) => {
+            let (at, row_bytes) = (x.device_address(), x.size_bytes() / rows.max(1));
+            cuda::copy_rows(device, at, at, row_bytes, pairs)
+        }
+    }
+}
+
+/// Row `to` of `y` becomes row `from` of `x`, for each pair in order.
+///
+/// | argument | shape         | dtype            | |
+/// |----------|---------------|------------------|-|
+/// | `x`      | `[rows, ...]` | f32, bf16 or i32 | read |
+/// | `y`      | `[any, ...]`, rows as those of `x` | as `x` | written where pairs say |
+/// | `pairs`  | any number    | `(from, to)`     | read |
+///
+/// # Errors
+/// `Value` if a row is outside its tensor, `Shape`, `DType`.
+pub fn copy_rows_from(x: &Tensor, y: &mut Tensor, pairs: &[(u32, u32)]) -> Result<()> {
+    let num_rows = |tensor: &Tensor| tensor.dims().first().copied().unwrap_or(0);
+    let (from, to) = (num_rows(x), num_rows(y));
+    x.rows(0..0).expect_shape(OP, "x", y.rows(0..0).shape())?;
+    y.expect_dtype(OP, "y", x.dtype())?;
+    if let Some(&(row, _)) = pairs.iter().find(|pair| pair.0 as usize >= from) {
+        return Err(KernelError::Value { op: OP, arg: "pairs", got: row.into(), want: "rows of x" });
+    }
+    if let Some(&(_, row)) = pairs.iter().find(|pair| pair.1 as usize >= to) {
+        return Err(KernelError::Value { op: OP, arg: "pairs", got: row.into(), want: "rows of y" });
+    }
+    match x.device() {
+        Device::Cpu => pairs.iter().try_for_each(|&(from, to)| {
+            let (from, to) = (from as usize, to as usize);
+            cpu::copy(&x.rows(from..from + 1), &mut y.rows_mut(to..to + 1))
+        }),
+        Device::Cuda(device) => {
+            let row_bytes = x.size_bytes() / from.max(1);
+            cuda::copy_rows(device, x.device_address(), y.device_address(), row_bytes, pairs)
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Token embedding: rows of a table.
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
 use crate::dtype::DType;
@@ -19,7 +20,8 @@ const OP: &str = "embed";
 /// | `y`      | `[tokens, hidden]` | f32 or bf16, not necessarily the table's | written |
 ///
 /// # Errors
-/// `Shape`, `DType`, and `Value` if an id is outside the table; nothing is then written.
+/// `Shape`, `DType`, and `Value` if an id is outside the table; nothing is then written. A GPU does not look at ids
+/// beforehand: there such an id yields a row of zeros.
 pub fn embed(table: &Tensor, ids: &Tensor, y: &mut Tensor) -> Result<()> {
     let (vocab, hidden) = table.rows_cols();
     let (num_tokens, _) = y.rows_cols();
@@ -37,6 +39,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, y: &mut Tensor) -> Result<()> {
                 cpu::embed::<W, T>(table.as_slice(), ids, y.as_mut_slice(), hidden);
             }));
         }
+        Device::Cuda(device) => cuda::embed(device, table, ids, y)?,
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Some rows of a tensor, in any order: the hidden states whose logits are wanted.
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
 use crate::dtype::DType;
@@ -19,7 +20,7 @@ const OP: &str = "gather_rows";
 /// | `y`      | `[wanted, cols]` | as `x`      | written |
 ///
 /// # Errors
-/// `Shape`, `DType`; on the CPU also `Value` if a row is outside `x`.
+/// `Shape`, `DType`; on the CPU also `Value` if a row is outside `x`, which on a GPU yields the first row.
 pub fn gather_rows(x: &Tensor, rows: &Tensor, y: &mut Tensor) -> Result<()> {
     let (_, cols) = x.rows_cols();
     let (wanted, _) = y.rows_cols();
@@ -29,6 +30,7 @@ pub fn gather_rows(x: &Tensor, rows: &Tensor, y: &mut Tensor) -> Result<()> {
     y.expect_dtype(OP, "y", x.dtype())?;
     match x.device() {
         Device::Cpu => with_float!(OP, "x", x.dtype(), T => cpu::gather_rows::<T>(x, rows, y)),
+        Device::Cuda(device) => cuda::gather_rows(device, x, rows, y),
     }
 }
 

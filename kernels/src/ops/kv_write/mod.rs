@@ -67,6 +67,7 @@ pub fn kv_write(
                 cpu::kv_write::<T, C>(qkv.as_slice(), k, v, positions, ragged, heads);
             }));
         }
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Log-probabilities of given and of the likeliest tokens.
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
 use crate::dtype::DType;
@@ -37,7 +38,8 @@ pub struct LogprobsOut<'a> {
 /// -inf, yields NaN and rank 0, and its likeliest tokens are -1.
 ///
 /// # Errors
-/// `Shape` or `DType` if the arguments do not agree, `Value` if `top` is over [`MAX_TOP`] or the vocabulary, or an id outside it.
+/// `Shape` or `DType` if the arguments do not agree, `Value` if `top` is over [`MAX_TOP`] or the vocabulary, or on the CPU an id
+/// outside it, which on a GPU counts as a negative one.
 pub fn logprobs(logits: &Tensor, ids: &Tensor, out: &mut LogprobsOut<'_>) -> Result<()> {
     let (num_rows, vocab) = logits.rows_cols();
     let (_, top) = out.top_ids.rows_cols();
@@ -69,6 +71,7 @@ pub fn logprobs(logits: &Tensor, ids: &Tensor, out: &mut LogprobsOut<'_>) -> Res
             }
             cpu::logprobs(logits.as_slice(), vocab, ids, top, out);
         }
+        Device::Cuda(device) => cuda::logprobs(device, logits, ids, top, out)?,
     }
     Ok(())
 }

@@ -23,7 +23,13 @@ pub(crate) struct Packed<F: Format> {
 
 impl<F: Format> Packed<F> {
     /// A weight of zeros.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `NotOnDevice` on a GPU: the layout is the CPU kernels' own.
     pub(crate) fn new(device: &Device, outputs: usize, inputs: usize, scales: Option<Scales>) -> Result<Self> {
+        if *device != Device::Cpu {
+            return Err(KernelError::NotOnDevice { op: F::OP, device: "a GPU" });
+        }
         let num_lines = inputs.next_multiple_of(PAD) / F::LINE;
         let lines = Tensor::zeros(device, "weight", [outputs.div_ceil(LANES), num_lines, F::LINE_BYTES], DType::U8)?;
         Ok(Packed { outputs, inputs, num_lines, lines, scales, _format: std::marker::PhantomData })

@@ -1,5 +1,7 @@
 //! Products with bf16 weights.
 
+pub mod cuda;
+
 use half::bf16;
 
 use super::matmul::{self, Format, Packed};
@@ -11,7 +13,14 @@ use crate::workspace::Workspace;
 
 /// A weight `[out, in]`, laid out for the device it is on.
 pub struct Bf16Weight {
-    packed: Packed<Bf16>,
+    form: Form,
+}
+
+enum Form {
+    /// On the CPU.
+    Packed(Packed<Bf16>),
+    /// On a GPU: plain rows.
+    Rows(cuda::Rows),
 }
 
 impl Bf16Weight {
@@ -20,7 +29,11 @@ impl Bf16Weight {
     /// # Errors
     /// `OutOfMemory`.
     pub fn new(device: &Device, out: usize, inputs: usize) -> Result<Self> {
-        Ok(Bf16Weight { packed: Packed::new(device, out, inputs, None)? })
+        let form = match device {
+            Device::Cpu => Form::Packed(Packed::new(device, out, inputs, None)?),
+            Device::Cuda(gpu) => Form::Rows(cuda::Rows::new(gpu, out, inputs)?),
+        };
+        Ok(Bf16Weight { form })
     }
 
     /// Overwrites whole rows from `first` on.
@@ -28,29 +41,44 @@ impl Bf16Weight {
     /// # Errors
     /// `NotMultiple` if `values` are no whole rows, `Value` if they pass the last row.
     pub fn write_rows(&mut self, first: usize, values: &[bf16]) -> Result<()> {
-        self.packed.write_rows(first, values)
+        match &mut self.form {
+            Form::Packed(packed) => packed.write_rows(first, values),
+            Form::Rows(rows) => rows.write(first, values),
+        }
     }
 
     /// Copies a row out.
     ///
     /// # Panics
-    /// If there is no such row, or `to` is not as long as one.
+    /// If there is no such row, or `to` is not as long as one; on a GPU also if the device fails.
     pub fn read_row(&self, row: usize, to: &mut [f32]) {
-        self.packed.read_row(row, to);
+        match &self.form {
+            Form::Packed(packed) => packed.read_row(row, to),
+            Form::Rows(rows) => rows.read(row, to),
+        }
     }
 
     /// `[out, in]`.
     pub fn dims(&self) -> [usize; 2] {
-        self.packed.dims()
+        match &self.form {
+            Form::Packed(packed) => packed.dims(),
+            Form::Rows(rows) => rows.dims(),
+        }
     }
 
     /// Memory it takes.
     pub fn size_bytes(&self) -> usize {
-        self.packed.size_bytes()
+        match &self.form {
+            Form::Packed(packed) => packed.size_bytes(),
+            Form::Rows(rows) => rows.tensor().size_bytes(),
+        }
     }
 
     pub fn device(&self) -> &Device {
-        self.packed.device()
+        match &self.form {
+            Form::Packed(packed) => packed.device(),
+            Form::Rows(rows) => rows.tensor().device(),
+        }
     }
 }
 
@@ -68,7 +96,27 @@ impl Bf16Weight {
 /// # Errors
 /// `Shape` or `DType` if arguments do not agree, `WorkspaceFull`.
 pub fn matmul(x: &Tensor, weight: &Bf16Weight, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
-    matmul::matmul(x, &weight.packed, y, workspace)
+    match &weight.form {
+        Form::Packed(packed) => matmul::matmul(x, packed, y, workspace),
+        Form::Rows(rows) => rows.matmul(x, y),
+    }
+}
+
+/// [`matmul`] and [`silu_mul`](super::silu_mul::silu_mul) in one pass, where there is a kernel for it; else `false`, and nothing is done.
+///
+/// | argument | shape         | dtype | |
+/// |----------|---------------|-------|-|
+/// | `x`      | `[rows, in]`  | bf16  | read |
+/// | `weight` | `[2 * inner, in]`, gate above up | bf16 | read |
+/// | `y`      | `[rows, inner]` | bf16 | written: both products are rounded to bf16 before the gate |
+///
+/// # Errors
+/// As [`matmul`].
+pub fn gated(x: &Tensor, weight: &Bf16Weight, y: &mut Tensor) -> Result<bool> {
+    match &weight.form {
+        Form::Packed(_) => Ok(false),
+        Form::Rows(rows) => rows.gated(x, y),
+    }
 }
 
 /// `y[i] = weight[ids[i]]`: the embedding of a tied head.
@@ -82,7 +130,10 @@ pub fn matmul(x: &Tensor, weight: &Bf16Weight, y: &mut Tensor, workspace: &Works
 /// # Errors
 /// `Shape` or `DType` if arguments do not agree, `Value` if an id is no row.
 pub fn gather(weight: &Bf16Weight, ids: &Tensor, y: &mut Tensor) -> Result<()> {
-    matmul::gather(&weight.packed, ids, y)
+    match &weight.form {
+        Form::Packed(packed) => matmul::gather(packed, ids, y),
+        Form::Rows(rows) => super::embed::embed(rows.tensor(), ids, y),
+    }
 }
 
 /// Lines of 16 words, each the bf16 of two inputs, the first in the low half.
@@ -134,7 +185,9 @@ mod tests {
     #[test]
     fn every_path_has_the_bits_of_the_reference() {
         for (out, inputs) in [(1, 1), (16, 8), (17, 33), (100, 576), (48, 1536)] {
-            testing::check(&weight(out, inputs).0.packed);
+            let (weight, _) = weight(out, inputs);
+            let Form::Packed(packed) = &weight.form else { unreachable!("made on the CPU") };
+            testing::check(packed);
         }
     }
 

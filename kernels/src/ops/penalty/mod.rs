@@ -1,9 +1,14 @@
 //! Biases and penalties on the logits of tokens that stand in a sequence.
 //!
-//! Order and meaning as in vLLM: bias first, then repetition, frequency and presence. Works on the host on one row at a time,
-//! from lists of the few tokens concerned; rows without any cost nothing.
+//! Order and meaning as in vLLM: bias first, then repetition, frequency and presence. Works on one row at a time, from lists on the
+//! host of the few tokens concerned; rows without any cost nothing.
 
+mod cuda;
+
+use crate::device::Device;
+use crate::dtype::DType;
 use crate::error::{KernelError, Result};
+use crate::tensor::Tensor;
 
 const OP: &str = "penalty";
 
@@ -38,10 +43,7 @@ impl Penalties {
 /// # Errors
 /// `Value` if a token is outside the row; nothing is then written.
 pub fn penalty(logits: &mut [f32], penalties: Penalties, seen: &[TokenCount], bias: &[(u32, f32)]) -> Result<()> {
-    let tokens = seen.iter().map(|seen| seen.token).chain(bias.iter().map(|&(token, _)| token));
-    if let Some(token) = tokens.into_iter().find(|&token| token as usize >= logits.len()) {
-        return Err(KernelError::Value { op: OP, arg: "token", got: token.into(), want: "a token of the vocabulary" });
-    }
+    check(logits.len(), seen, bias)?;
     for &(token, bias) in bias {
         logits[token as usize] += bias;
     }
@@ -57,6 +59,31 @@ pub fn penalty(logits: &mut [f32], penalties: Penalties, seen: &[TokenCount], bi
         }
     }
     Ok(())
+}
+
+/// [`penalty`] on a row where it lies: `logits` is `[1, vocab]` f32.
+///
+/// # Errors
+/// As [`penalty`]; `DType`, `OutOfMemory`.
+pub fn penalize(logits: &mut Tensor, penalties: Penalties, seen: &[TokenCount], bias: &[(u32, f32)]) -> Result<()> {
+    logits.expect_dtype(OP, "logits", DType::F32)?;
+    match logits.device().clone() {
+        Device::Cpu => penalty(logits.as_mut_slice(), penalties, seen, bias),
+        Device::Cuda(device) => {
+            check(logits.shape().num_elements(), seen, bias)?;
+            cuda::penalty(&device, logits, penalties, seen, bias)
+        }
+    }
+}
+
+fn check(vocab: usize, seen: &[TokenCount], bias: &[(u32, f32)]) -> Result<()> {
+    let mut tokens = seen.iter().map(|seen| seen.token).chain(bias.iter().map(|&(token, _)| token));
+    match tokens.find(|&token| token as usize >= vocab) {
+        None => Ok(()),
+        Some(token) => {
+            Err(KernelError::Value { op: OP, arg: "token", got: token.into(), want: "a token of the vocabulary" })
+        }
+    }
 }
 
 #[cfg(test)]

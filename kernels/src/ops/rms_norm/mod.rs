@@ -3,6 +3,7 @@
 //! Source: Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4.
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
 use crate::error::Result;
@@ -28,10 +29,11 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f32, y: &mut Tensor) -> Result
     weight.expect_shape(OP, "weight", [hidden])?;
     y.expect_shape(OP, "y", x.shape())?;
     y.expect_dtype(OP, "y", x.dtype())?;
-    match x.device() {
+    match x.device().clone() {
         Device::Cpu => with_float!(OP, "x", x.dtype(), T => with_float!(OP, "weight", weight.dtype(), W => {
             cpu::rms_norm::<T, W>(x.as_slice(), weight.as_slice(), eps, y.as_mut_slice());
         })),
+        Device::Cuda(device) => cuda::rms_norm(&device, x, weight, eps, y)?,
     }
     Ok(())
 }
@@ -53,10 +55,11 @@ pub fn add_rms_norm(x: &mut Tensor, residual: &mut Tensor, weight: &Tensor, eps:
     residual.expect_shape(OP, "residual", x.shape())?;
     residual.expect_dtype(OP, "residual", x.dtype())?;
     weight.expect_shape(OP, "weight", [hidden])?;
-    match x.device() {
+    match x.device().clone() {
         Device::Cpu => with_float!(OP, "x", x.dtype(), T => with_float!(OP, "weight", weight.dtype(), W => {
             cpu::add_rms_norm::<T, W>(x.as_mut_slice(), residual.as_mut_slice(), weight.as_slice(), eps);
         })),
+        Device::Cuda(device) => cuda::add_rms_norm(&device, x, residual, weight, eps)?,
     }
     Ok(())
 }

@@ -72,6 +72,21 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
+    /// The kernels of a GPU turn whole heads only.
+    pub(crate) fn expect_whole_heads(&self, op: &'static str, heads: Heads) -> Result<()> {
+        let (_, rotary_dim) = self.cos_sin.rows_cols();
+        if rotary_dim == heads.head_dim {
+            return Ok(());
+        }
+        let want = "the head's dimension: heads that turn in part have no kernel on a GPU";
+        Err(KernelError::Value { op, arg: "rotary_dim", got: rotary_dim as i64, want })
+    }
+
+    /// `[max_positions, rotary_dim]` f32: for each pair its cosine, then for each its sine.
+    pub(crate) fn cos_sin(&self) -> &Tensor {
+        &self.cos_sin
+    }
+
     /// # Errors
     /// `NotMultiple` or `Value` if `rotary_dim` is odd or larger than `head_dim`, `OutOfMemory`.
     pub fn new(device: &Device, params: &RopeParams) -> Result<Self> {
@@ -90,6 +105,11 @@ impl RopeTable {
         let mut cos_sin = Tensor::zeros(device, "rope table", [max_positions, rotary_dim], DType::F32)?;
         match device {
             Device::Cpu => cpu::fill_table(params, cos_sin.as_mut_slice()),
+            Device::Cuda(_) => {
+                let mut host = vec![0.0; cos_sin.size_bytes() / 4];
+                cpu::fill_table(params, &mut host);
+                cos_sin.copy_from_slice(&host)?;
+            }
         }
         Ok(RopeTable { cos_sin, head_dim })
     }
@@ -135,6 +155,7 @@ pub fn rope(qkv: &mut Tensor, positions: &Tensor, table: &RopeTable, heads: Head
                 cpu::rope::<T>(qkv.as_mut_slice(), positions, &table.cos_sin, heads);
             });
         }
+        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 
 #[cfg(test)]
 mod cpu;
+mod cuda;
 mod philox;
 mod select;
 #[cfg(test)]
@@ -86,6 +87,7 @@ pub fn sample(logits: &Tensor, rows: &SampleRows<'_>, ids: &mut Tensor, workspac
     ids.expect_dtype(OP, "ids", DType::I32)?;
     match logits.device() {
         Device::Cpu => sample_rows(logits.as_slice(), vocab, rows, ids.as_mut_slice(), workspace),
+        Device::Cuda(device) => cuda::sample(device, logits, rows, ids, workspace),
     }
 }
 
@@ -136,6 +138,11 @@ fn sample_rows(
 pub fn workspace_bytes(vocab: usize) -> usize {
     let thread = 2 * vocab + Scratch::num_largest(vocab);
     pool::num_threads() * thread * size_of::<f32>() + 3 * 64
+}
+
+/// What [`sample`] takes from the workspace of a GPU at most.
+pub fn gpu_workspace_bytes(num_rows: usize) -> usize {
+    cuda::workspace_bytes(num_rows)
 }
 
 impl SampleRows<'_> {

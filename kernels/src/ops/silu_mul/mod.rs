@@ -3,6 +3,7 @@
 //! Source: Shazeer 2020, arXiv:2002.05202 (SwiGLU).
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
 use crate::error::Result;
@@ -27,10 +28,11 @@ pub fn silu_mul(gate_up: &Tensor, y: &mut Tensor) -> Result<()> {
     y.expect_shape(OP, "y", [num_tokens, inner])?;
     y.expect_dtype(OP, "y", gate_up.dtype())?;
     gate_up.expect_shape(OP, "gate_up", [num_tokens, 2 * inner])?;
-    match y.device() {
+    match y.device().clone() {
         Device::Cpu => with_float!(OP, "y", y.dtype(), T => {
             cpu::silu_mul::<T>(gate_up.as_slice(), y.as_mut_slice(), inner);
         }),
+        Device::Cuda(device) => cuda::silu_mul(&device, gate_up, y)?,
     }
     Ok(())
 }

@@ -1,0 +1,104 @@
+//! A rank on a GPU: recorded steps against steps op by op, and a real checkpoint against the CPU.
+
+use std::path::Path;
+
+use drafthorse_control::{Logprobs, SamplingParams, TokenId, Wants};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+use super::engine::{Engine, Job, Schedule, small};
+use crate::config::{ActivationDtype, DeviceKind, WorkerConfig};
+use crate::rank::spawn;
+
+/// The folder of a checkpoint, for the test that wants a real one.
+const CHECKPOINT: &str = "DRAFTHORSE_TEST_CHECKPOINT";
+
+fn engine(dir: &Path, change: impl FnOnce(&mut WorkerConfig)) -> Engine {
+    let mut config = WorkerConfig {
+        model_dir: dir.into(),
+        device: DeviceKind::Cuda(0),
+        block_size: 16,
+        kv_cache_bytes: 256 << 20,
+        ..small()
+    };
+    change(&mut config);
+    Engine::new(spawn(config, Box::new(|_| {})).unwrap())
+}
+
+fn jobs(vocab: TokenId, max_tokens: u32) -> Vec<Job> {
+    let mut rng = StdRng::seed_from_u64(78);
+    (0..8u64)
+        .map(|i| Job {
+            prompt: (0..3 + i as usize * 9).map(|_| rng.random_range(0..vocab)).collect(),
+            sampling: SamplingParams {
+                temperature: [0.0, 0.9][i as usize % 2],
+                top_p: 0.95,
+                top_k: 40,
+                seed: i,
+                max_tokens: max_tokens + 3 * i as u32,
+                ..SamplingParams::default()
+            },
+            ..Job::default()
+        })
+        .collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn recorded_steps_give_the_bits_of_steps_op_by_op() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 1000,
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    });
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let random = |eager| engine(dir.path(), |config| (config.random_weights, config.eager) = (true, eager));
+    let jobs = jobs(1000, 20);
+    let op_by_op = random(true).serve(&jobs, Schedule::together());
+    assert!(op_by_op.iter().all(|outcome| outcome.tokens.len() >= 20 && outcome.error.is_none()));
+    assert_ne!(op_by_op[0].tokens[..8], op_by_op[2].tokens[..8]);
+    let mut recorded = random(false);
+    assert_eq!(recorded.serve(&jobs, Schedule::together()), op_by_op);
+    // Now every size is recorded.
+    assert_eq!(recorded.serve(&jobs, Schedule::together()), op_by_op);
+    assert_eq!(recorded.serve(&jobs, Schedule::wild(1)), random(true).serve(&jobs, Schedule::wild(1)));
+}
+
+#[test]
+#[ignore = "needs a GPU, and the folder of a checkpoint in DRAFTHORSE_TEST_CHECKPOINT"]
+fn a_checkpoint_goes_on_as_on_the_cpu() {
+    let dir = std::env::var_os(CHECKPOINT).expect("DRAFTHORSE_TEST_CHECKPOINT names a folder");
+    let dir = Path::new(&dir);
+    let mut jobs: Vec<Job> = jobs(40_000, 48).into_iter().step_by(2).collect();
+    let on_gpu = engine(dir, |_| {}).serve(&jobs, Schedule::together());
+    for job in &mut jobs {
+        job.wants = Wants { logprobs: Logprobs::Top(5), ..Wants::default() };
+    }
+    let told = engine(dir, |_| {}).serve(&jobs, Schedule::together());
+    let cpu = |config: &mut WorkerConfig| {
+        (config.device, config.dtype) = (DeviceKind::Cpu, ActivationDtype::Bfloat16);
+    };
+    let on_cpu = engine(dir, cpu).serve(&jobs, Schedule::together());
+    let mut agreed = 0;
+    for (i, want) in on_cpu.iter().enumerate() {
+        for got in [&on_gpu[i], &told[i]] {
+            let same = want.tokens.iter().zip(&got.tokens).take_while(|(want, got)| want == got).count();
+            agreed += same;
+            if same < want.tokens.len() {
+                let at = &want.logprobs[same];
+                let found = at.top.iter().find(|top| top.token == got.tokens[same]);
+                let lost = found.map_or(f32::INFINITY, |top| at.token.logprob - top.logprob);
+                assert!(lost < 0.2, "sequence {i} leaves the CPU's after {same} tokens for one that is {lost} less likely");
+            }
+        }
+        let logprobs = told[i].logprobs.iter().zip(&want.logprobs).take_while(|(got, want)| got.token.token == want.token.token);
+        for (got, want) in logprobs {
+            let apart = (got.token.logprob - want.token.logprob).abs();
+            assert!(apart < 0.3, "log-probability {} on the GPU, {} on the CPU", got.token.logprob, want.token.logprob);
+        }
+    }
+    println!("{agreed} tokens alike of {}", 2 * on_cpu.iter().map(|outcome| outcome.tokens.len()).sum::<usize>());
+    assert!(agreed > 0);
+}

@@ -1,0 +1,251 @@
+//! One NVIDIA GPU: its primary context, one stream, and its kernels.
+//!
+//! All work of a device runs on its one stream, in the order given, so tensors need no events between ops. The driver is found at run
+//! time: a build with kernels starts on a machine without it, and says so only when a GPU is asked for.
+
+mod blas;
+mod event;
+mod graph;
+mod launch;
+mod memory;
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::fmt;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use cudarc::driver::{result, sys};
+
+pub(crate) use blas::Product;
+pub use event::Event;
+pub use graph::Graph;
+pub(crate) use launch::{Arg, Launch};
+pub(crate) use memory::CudaBuffer;
+pub use memory::Pinned;
+
+use crate::error::{KernelError, Result};
+
+include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
+
+/// The oldest driver interface that the embedded kernels load on: CUDA 13.0.
+const OLDEST_DRIVER: i32 = 13_000;
+
+/// How many blocks of a launch may be counted apart: pairs of a sequence and a KV head.
+pub(crate) const COUNTERS: usize = 1 << 18;
+
+/// Bytes of [`CudaDevice::scratch`] for each multiprocessor: two tiles of 128 x 128 f32.
+const SCRATCH_BYTES: usize = 2 * 128 * 128 * 4;
+
+/// A GPU, opened.
+pub struct CudaDevice {
+    ordinal: usize,
+    name: String,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    num_multiprocessors: u32,
+    kernels: Mutex<Kernels>,
+    /// Made at the first product of many rows: loading the library takes a while, and a GPU can do without.
+    blas: OnceLock<blas::Blas>,
+    /// Zero between kernels: blocks of one launch count each other here.
+    counters: sys::CUdeviceptr,
+    /// Where blocks of one launch put parts of what is summed over blocks.
+    scratch: sys::CUdeviceptr,
+}
+
+/// Loaded modules by source, and their functions by source and name.
+#[derive(Default)]
+struct Kernels {
+    modules: HashMap<&'static str, sys::CUmodule>,
+    functions: HashMap<(&'static str, &'static str), Function>,
+}
+
+/// A kernel that can be launched; lives as long as its device.
+#[derive(Clone, Copy)]
+pub(crate) struct Function(sys::CUfunction);
+
+// SAFETY: the driver's handles may be used from any thread; who launches in which order is decided by the owner of the device.
+unsafe impl Send for CudaDevice {}
+// SAFETY: as above; what is mutable is behind a mutex.
+unsafe impl Sync for CudaDevice {}
+// SAFETY: as above.
+unsafe impl Send for Function {}
+
+impl CudaDevice {
+    pub(super) fn new(ordinal: usize) -> Result<Self> {
+        if FATBINS.is_empty() {
+            return Err(KernelError::NoFatbin);
+        }
+        // SAFETY: loads libcuda.so, whose initialisers are the vendor's.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(KernelError::NoDriver { reason: "libcuda.so.1 is not on the library path".into() });
+        }
+        let driver = |what| move |source| KernelError::Driver { what, source };
+        result::init().map_err(|err| KernelError::NoDriver { reason: err.to_string() })?;
+        let mut version = 0;
+        // SAFETY: writes one integer.
+        unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(driver("cuDriverGetVersion"))?;
+        if version < OLDEST_DRIVER {
+            let reason =
+                format!("the driver speaks CUDA {}.{}, at least 13.0 is needed", version / 1000, version % 1000 / 10);
+            return Err(KernelError::NoDriver { reason });
+        }
+        let found = result::device::get_count().map_err(driver("cuDeviceGetCount"))?;
+        if ordinal as i64 >= i64::from(found) {
+            return Err(KernelError::NoDevice { ordinal, found: found as usize });
+        }
+        let device = result::device::get(ordinal as i32).map_err(driver("cuDeviceGet"))?;
+        let name = result::device::get_name(device).map_err(driver("cuDeviceGetName"))?;
+        // SAFETY: `device` is a device; the context is current before the stream is made, and released in `drop`.
+        unsafe {
+            let attribute =
+                |attribute| result::device::get_attribute(device, attribute).map_err(driver("cuDeviceGetAttribute"));
+            let num_multiprocessors =
+                attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+            let context = result::primary_ctx::retain(device).map_err(driver("cuDevicePrimaryCtxRetain"))?;
+            result::ctx::set_current(context).map_err(driver("cuCtxSetCurrent"))?;
+            let stream =
+                result::stream::create(result::stream::StreamKind::NonBlocking).map_err(driver("cuStreamCreate"))?;
+            let counters = result::malloc_sync(COUNTERS * 4).map_err(driver("cuMemAlloc"))?;
+            result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(driver("cuMemsetD8"))?;
+            let scratch = result::malloc_sync(num_multiprocessors as usize * SCRATCH_BYTES).map_err(driver("cuMemAlloc"))?;
+            let (kernels, blas) = (Mutex::default(), OnceLock::new());
+            let gpu = CudaDevice {
+                ordinal,
+                name,
+                device,
+                context,
+                stream,
+                num_multiprocessors,
+                kernels,
+                blas,
+                counters,
+                scratch,
+            };
+            Ok(gpu)
+        }
+    }
+
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// As the driver names it: `NVIDIA H200`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn num_multiprocessors(&self) -> u32 {
+        self.num_multiprocessors
+    }
+
+    /// Bytes of device memory: free now, and in all.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn memory_bytes(&self) -> Result<(usize, usize)> {
+        self.bind()?;
+        result::mem_get_info().map_err(|source| KernelError::Driver { what: "cuMemGetInfo", source })
+    }
+
+    /// Waits for the stream.
+    ///
+    /// # Errors
+    /// `Driver` if any work on it failed.
+    pub fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the stream lives as long as the device.
+        unsafe { result::stream::synchronize(self.stream) }
+            .map_err(|source| KernelError::Driver { what: "cuStreamSynchronize", source })
+    }
+
+    /// Makes this device's context the calling thread's.
+    pub(crate) fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained until `drop`.
+        unsafe { result::ctx::set_current(self.context) }
+            .map_err(|source| KernelError::Driver { what: "cuCtxSetCurrent", source })
+    }
+
+    pub(crate) fn stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    pub(crate) fn scratch(&self) -> u64 {
+        self.scratch
+    }
+
+    pub(crate) fn counters(&self) -> u64 {
+        self.counters
+    }
+
+    /// Puts `y = x weightᵀ` on the stream, by cuBLASLt.
+    ///
+    /// # Errors
+    /// `NoDriver` if the library is absent, `Blas`.
+    ///
+    /// # Safety
+    /// The addresses must hold what the product reads and writes until the stream has passed it.
+    pub(crate) unsafe fn blas_matmul(&self, product: Product, x: u64, weight: u64, y: u64) -> Result<()> {
+        self.bind()?;
+        if self.blas.get().is_none() {
+            let _ = self.blas.set(blas::Blas::new()?);
+        }
+        let blas = self.blas.get().expect("it was just made");
+        // SAFETY: the caller's promise.
+        unsafe { blas.matmul(self, product, x, weight, y) }
+    }
+
+    /// The kernel `name` of `ops/*/source.cu`, loaded at its first use.
+    pub(crate) fn function(&self, source: &'static str, name: &'static str) -> Result<Function> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&function) = kernels.functions.get(&(source, name)) {
+            return Ok(function);
+        }
+        self.bind()?;
+        let failed =
+            |err: result::DriverError| KernelError::NoKernel { op: source, kernel: name, reason: err.to_string() };
+        let module = match kernels.modules.get(source) {
+            Some(&module) => module,
+            None => {
+                let (_, fatbin) = FATBINS.iter().find(|(of, _)| *of == source).ok_or(KernelError::NoFatbin)?;
+                // SAFETY: the bytes are a fatbin made by nvcc, which says its own length.
+                let module = unsafe { result::module::load_data(fatbin.as_ptr().cast()) }.map_err(failed)?;
+                kernels.modules.insert(source, module);
+                module
+            }
+        };
+        let c_name = CString::new(name).expect("kernel names have no NUL");
+        // SAFETY: the module is loaded and never unloaded.
+        let function = unsafe { result::module::get_function(module, c_name) }.map_err(failed)?;
+        // SAFETY: the function was just found. Raising the limit costs nothing; a launch still asks for what it needs.
+        unsafe {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let mut limit = 0;
+            let most = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+            sys::cuDeviceGetAttribute(&mut limit, most, self.device).result().map_err(failed)?;
+            let mut own = 0;
+            let fixed = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+            sys::cuFuncGetAttribute(&mut own, fixed, function).result().map_err(failed)?;
+            result::function::set_function_attribute(function, attribute, limit - own).map_err(failed)?;
+        }
+        kernels.functions.insert((source, name), Function(function));
+        Ok(Function(function))
+    }
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cuda:{} ({})", self.ordinal, self.name)
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        let _ = self.synchronize();
+        // SAFETY: nothing of this device is in use: tensors hold the device, and the stream is idle. Errors have no one to go to.
+        unsafe {
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}

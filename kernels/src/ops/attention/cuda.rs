@@ -1,0 +1,307 @@
+//! Launches `decode.cu` for sequences of few query tokens in the step, `prefill.cu` for the others.
+
+use super::{Heads, OP, Ragged};
+use crate::device::cuda::{COUNTERS, CudaDevice, Launch};
+use crate::dtype::DType;
+use crate::error::{KernelError, Result};
+use crate::ops::rope::RopeTable;
+use crate::tensor::Tensor;
+use crate::workspace::Workspace;
+
+/// Query rows (tokens times heads of a KV head) of the two decode kernels.
+const ROWS: [usize; 2] = [16, 32];
+const WARPS: usize = 4;
+const KEYS: usize = 16;
+/// Stages with one and with two blocks a multiprocessor.
+const STAGES: [usize; 2] = [4, 3];
+
+/// Query rows of a block of the prefill kernels, and keys of one of its two stages.
+const PREFILL_ROWS: usize = 128;
+const PREFILL_KEYS: usize = 64;
+
+/// What a launch takes from the workspace: two parts a block, of outputs, maxima and sums in f32.
+pub(super) fn workspace_bytes(device: &CudaDevice, heads: Heads) -> usize {
+    2 * STAGES.len() * device.num_multiprocessors() as usize * ROWS[1] * (heads.head_dim + 2) * 4 + 128
+}
+
+/// Whether one launch takes a step of so many query tokens a sequence.
+pub(super) fn is_decode(max_tokens_per_seq: usize, heads: Heads) -> bool {
+    max_tokens_per_seq * heads.group() <= ROWS[1]
+}
+
+/// The step's keys and values are in the cache.
+pub(super) fn attention(
+    device: &CudaDevice,
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    if is_decode(ragged.max_tokens_per_seq, heads) {
+        return decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace);
+    }
+    prefill(device, qkv, k, v, ragged, heads, scale, y)?;
+    if ragged.num_seqs() > 1 {
+        // The sequences that prefill leaves out; the kernel leaves out the others.
+        decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace)?;
+    }
+    Ok(())
+}
+
+fn prefill(
+    device: &CudaDevice,
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+) -> Result<()> {
+    qkv.expect_dtype(OP, "qkv", DType::BF16)?;
+    k.expect_dtype(OP, "k", DType::BF16)?;
+    let kernel = match heads.head_dim {
+        64 => "prefill_64",
+        96 => "prefill_96",
+        128 => "prefill_128",
+        got => return Err(head_dim(got)),
+    };
+    let (_, max_blocks) = ragged.block_tables.rows_cols();
+    // One sequence has no other launch; of several, those of few rows have their own.
+    let least_rows = if ragged.num_seqs() > 1 { ROWS[1] + 1 } else { 1 };
+    let numbers = [heads.num_heads, heads.num_kv_heads, k.dims()[2], max_blocks, least_rows];
+    let [num_heads, num_kv_heads, block_size, max_blocks, least_rows] = numbers.map(|number| (number as u32).into());
+    let args = [
+        qkv.into(),
+        k.into(),
+        v.into(),
+        ragged.cu_tokens.into(),
+        ragged.kv_lens.into(),
+        ragged.block_tables.into(),
+        y.into(),
+        num_heads,
+        num_kv_heads,
+        block_size,
+        max_blocks,
+        least_rows,
+        (scale * std::f32::consts::LOG2_E).into(),
+    ];
+    let tiles = (ragged.max_tokens_per_seq * heads.group()).div_ceil(PREFILL_ROWS);
+    let launch = Launch::new([heads.num_kv_heads, ragged.num_seqs(), tiles], 32 * WARPS as u32)
+        .shared_bytes((PREFILL_ROWS + 4 * PREFILL_KEYS) * row_bytes(heads));
+    // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
+    unsafe { launch.run(device, "prefill", kernel, &args) }
+}
+
+/// Bytes of a row of queries, keys or values in shared memory.
+fn row_bytes(heads: Heads) -> usize {
+    if heads.head_dim <= 64 { 128 } else { 256 }
+}
+
+fn head_dim(got: usize) -> KernelError {
+    KernelError::Value { op: OP, arg: "head_dim", got: got as i64, want: "64, 96 or 128 on a GPU" }
+}
+
+/// With `rope`, queries and keys are turned and the cache is written on the way; without, both was done.
+///
+/// Sequences of more query rows than there is a kernel for are left out.
+pub(super) fn decode(
+    device: &CudaDevice,
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    rope: Option<&RopeTable>,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    qkv.expect_dtype(OP, "qkv", DType::BF16)?;
+    k.expect_dtype(OP, "k", DType::BF16)?;
+    if let Some(table) = rope {
+        table.expect_whole_heads(OP, heads)?;
+    }
+    let rows = ragged.max_tokens_per_seq * heads.group();
+    let tiles = if rows <= ROWS[0] { 1 } else { 2 };
+    let pairs = ragged.num_seqs() * heads.num_kv_heads;
+    let multiprocessors = device.num_multiprocessors() as usize;
+    // Where each block puts several pairs together, a second one keeps the memory busy meanwhile.
+    let has_second = tiles == 1 && heads.head_dim != 96;
+    let each = if has_second && pairs >= 2 * multiprocessors { 2 } else { 1 };
+    let kernel = match (heads.head_dim, tiles, each) {
+        (64, 1, 2) => "decode_64_1_2",
+        (64, 1, _) => "decode_64_1_1",
+        (64, ..) => "decode_64_2_1",
+        (96, 1, _) => "decode_96_1_1",
+        (96, ..) => "decode_96_2_1",
+        (128, 1, 2) => "decode_128_1_2",
+        (128, 1, _) => "decode_128_1_1",
+        (128, ..) => "decode_128_2_1",
+        (got, ..) => return Err(head_dim(got)),
+    };
+    if pairs > COUNTERS {
+        return Err(KernelError::Value { op: OP, arg: "seqs * kv_heads", got: pairs as i64, want: "at most 262144" });
+    }
+    let blocks = each * multiprocessors;
+    let mut parts = workspace.take([2 * blocks, 16 * tiles, heads.head_dim], DType::F32)?;
+    let mut maxima_sums = workspace.take([2 * blocks, 16 * tiles, 2], DType::F32)?;
+    let (_, max_blocks) = ragged.block_tables.rows_cols();
+    let numbers = [ragged.num_seqs(), heads.num_heads, heads.num_kv_heads, k.dims()[2], max_blocks];
+    let [seqs, num_heads, num_kv_heads, block_size, max_blocks] = numbers.map(|number| (number as u32).into());
+    let args = [
+        qkv.into(),
+        k.into(),
+        v.into(),
+        rope.map_or(0, |table| table.cos_sin().device_address()).into(),
+        ragged.cu_tokens.into(),
+        ragged.kv_lens.into(),
+        ragged.block_tables.into(),
+        y.into(),
+        (&mut parts).into(),
+        (&mut maxima_sums).into(),
+        device.counters().into(),
+        seqs,
+        num_heads,
+        num_kv_heads,
+        block_size,
+        max_blocks,
+        (scale * std::f32::consts::LOG2_E).into(),
+    ];
+    let shared = WARPS * STAGES[each - 1] * 2 * KEYS * row_bytes(heads);
+    // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
+    unsafe { Launch::new(blocks, 32 * WARPS as u32).shared_bytes(shared).run(device, "decode", kernel, &args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Heads, Ragged, attention, rope_attention};
+    use crate::device::Device;
+    use crate::dtype::DType;
+    use crate::ops::rope::{RopeParams, RopeScaling, RopeTable};
+    use crate::ops::rope_kv_write::rope_kv_write;
+    use crate::tensor::Tensor;
+    use crate::testing::{assert_close, gpu, random, rng, tensor};
+    use crate::workspace::Workspace;
+    use half::bf16;
+    use rand::RngExt;
+    use rand::seq::SliceRandom;
+
+    /// Rounded probabilities and outputs: two roundings to 8 bits.
+    const BOUND: f64 = 1e-2;
+
+    /// Caches filled with `past` tokens of each sequence, then one step of `new` more; twice on the GPU.
+    fn check(heads: Heads, block_size: usize, lens: &[(usize, usize)]) {
+        let (gpu, mut rng) = (gpu(), rng(5));
+        let seqs = lens.len();
+        let longest = lens.iter().map(|(past, new)| past + new).max().unwrap();
+        let max_blocks = longest.div_ceil(block_size) + 1;
+        let mut blocks: Vec<i32> = (0..(seqs * max_blocks) as i32).collect();
+        blocks.shuffle(&mut rng);
+        let past: Vec<(usize, usize)> = lens.iter().map(|&(past, _)| (0, past)).collect();
+        let steps: Vec<Vec<(usize, usize)>> = vec![past, lens.to_vec()];
+        let inputs: Vec<Vec<bf16>> = steps
+            .iter()
+            .map(|step| random(&mut rng, step.iter().map(|s| s.1).sum::<usize>() * heads.qkv_cols(), 2.0))
+            .collect();
+        let seed: u64 = rng.random();
+        let run = |device: &Device| -> (Vec<bf16>, Vec<bf16>) {
+            let workspace = Workspace::new(device, 64 << 20).unwrap();
+            let params = RopeParams {
+                head_dim: heads.head_dim,
+                rotary_dim: heads.head_dim,
+                theta: 10_000.0,
+                max_positions: longest,
+                scaling: RopeScaling::None,
+            };
+            let table = RopeTable::new(device, &params).unwrap();
+            // What was never written must not matter: it is NaN.
+            let shape = [seqs * max_blocks, heads.num_kv_heads, block_size, heads.head_dim];
+            let poison = vec![bf16::NAN; shape.iter().product()];
+            let (mut k, mut v) = (tensor(device, &poison, shape), tensor(device, &poison, shape));
+            let block_tables = Tensor::from_slice(device, "blocks", &blocks, [seqs, max_blocks]).unwrap();
+            let mut out = (Vec::new(), Vec::new());
+            for (step, input) in steps.iter().zip(&inputs) {
+                let tokens: usize = step.iter().map(|s| s.1).sum();
+                let mut cu = vec![0];
+                cu.extend(step.iter().scan(0, |sum, s| {
+                    *sum += s.1 as i32;
+                    Some(*sum)
+                }));
+                let kv_lens: Vec<i32> = step.iter().map(|(past, new)| (past + new) as i32).collect();
+                let positions: Vec<i32> =
+                    step.iter().flat_map(|&(past, new)| past as i32..(past + new) as i32).collect();
+                let cu_tokens = Tensor::from_slice(device, "cu", &cu, [seqs + 1]).unwrap();
+                let kv_lens = Tensor::from_slice(device, "lens", &kv_lens, [seqs]).unwrap();
+                let positions = Tensor::from_slice(device, "positions", &positions, [tokens]).unwrap();
+                let max_tokens_per_seq = step.iter().map(|s| s.1).max().unwrap();
+                let ragged = Ragged {
+                    cu_tokens: &cu_tokens,
+                    kv_lens: &kv_lens,
+                    block_tables: &block_tables,
+                    max_tokens_per_seq,
+                    max_kv_len: longest,
+                };
+                let mut qkv = tensor(device, input, [tokens, heads.qkv_cols()]);
+                rope_kv_write(&mut qkv, &mut k, &mut v, &positions, &table, &ragged, heads).unwrap();
+                if step == steps.last().unwrap() {
+                    let mut y =
+                        Tensor::zeros(device, "y", [tokens, heads.num_heads * heads.head_dim], DType::BF16).unwrap();
+                    let scale = 1.0 / (heads.head_dim as f32).sqrt();
+                    attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
+                    out.0 = y.to_vec().unwrap();
+                    let mut again = tensor(device, input, [tokens, heads.qkv_cols()]);
+                    let mut fused = tensor(device, &vec![bf16::NAN; out.0.len()], y.shape());
+                    rope_attention(
+                        &mut again, &mut k, &mut v, &positions, &table, &ragged, heads, scale, &mut fused, &workspace,
+                    )
+                    .unwrap();
+                    assert_close("in one launch", &fused.to_vec::<bf16>().unwrap(), &out.0, BOUND);
+                    attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
+                    out.1 = y.to_vec().unwrap();
+                }
+            }
+            out
+        };
+        let (once, again) = run(&gpu);
+        assert!(once == again, "{heads:?} {lens:?}: two runs differ (seed {seed})");
+        let (want, _) = run(&Device::Cpu);
+        assert_close(&format!("{heads:?} block {block_size} {lens:?}"), &once, &want, BOUND);
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn prefill_equals_the_reference() {
+        let llama8b = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let smol = Heads { num_heads: 9, num_kv_heads: 3, head_dim: 64 };
+        let odd = Heads { num_heads: 4, num_kv_heads: 4, head_dim: 96 };
+        for block_size in [16, 64, 128] {
+            check(llama8b, block_size, &[(0, 300)]);
+            check(llama8b, block_size, &[(70, 33), (0, 1), (500, 2), (63, 65), (0, 9)]);
+            check(smol, block_size, &[(15, 200), (16, 1), (0, 43), (300, 11)]);
+            check(odd, block_size, &[(100, 129), (7, 3)]);
+        }
+        check(odd, 64, &[(0, 33)]);
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn decode_equals_the_reference() {
+        let llama8b = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let smol = Heads { num_heads: 9, num_kv_heads: 3, head_dim: 64 };
+        let odd = Heads { num_heads: 4, num_kv_heads: 4, head_dim: 96 };
+        for block_size in [16, 64, 128] {
+            check(llama8b, block_size, &[(0, 1)]);
+            check(llama8b, block_size, &[(2047, 1)]);
+            check(llama8b, block_size, &[(63, 1), (64, 1), (0, 1), (500, 1), (1, 1)]);
+            check(smol, block_size, &[(15, 4), (16, 1), (300, 5), (63, 2)]);
+            check(odd, block_size, &[(100, 8), (7, 3)]);
+        }
+        check(llama8b, 64, &[(3000, 8), (10, 4), (64, 1)]);
+        check(llama8b, 64, &(0..140).map(|i| (i * 7 % 301, 1)).collect::<Vec<_>>());
+    }
+}
