@@ -57,7 +57,8 @@ impl Batch {
     /// # Errors
     /// If the device is out of memory.
     pub fn new(device: &Device, limits: BatchLimits) -> Result<Self> {
-        let lengths = [limits.max_tokens, limits.max_tokens, limits.max_seqs + 1, limits.max_seqs, limits.max_logit_rows];
+        let lengths =
+            [limits.max_tokens, limits.max_tokens, limits.max_seqs + 1, limits.max_seqs, limits.max_logit_rows];
         let table = limits.max_seqs * limits.max_blocks_per_seq;
         let bytes = |len: usize| (len * DType::I32.bytes()).next_multiple_of(64);
         let staging = Staging::new(device, lengths.into_iter().chain([table]).map(bytes).sum())?;

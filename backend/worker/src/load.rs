@@ -94,8 +94,9 @@ pub(crate) fn assemble(
 
     let longest = config.max_model_len.map_or(context, |len| len as usize).min(context);
     let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: chunk_rows, max_kv_len: longest };
-    let workspace_bytes =
-        model.workspace_bytes(step) + wanted_rows_bytes(chunk_rows, hidden, dtype) + Sampler::workspace_bytes(device, chunk_rows, vocab_size);
+    let workspace_bytes = model.workspace_bytes(step)
+        + wanted_rows_bytes(chunk_rows, hidden, dtype)
+        + Sampler::workspace_bytes(device, chunk_rows, vocab_size);
     let slot_sizes = |max_model_len: usize, num_blocks: usize| SlotSizes {
         num_slots: max_seqs,
         // A step planned before the end of a sequence was known may reserve room past it.

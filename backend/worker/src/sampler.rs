@@ -241,7 +241,11 @@ impl Told {
                 rank,
             });
             *out = Some(TokenLogprobs {
-                token: RankedToken { token: given[index] as TokenId, logprob: logprob[index], rank: rank[index] as u32 },
+                token: RankedToken {
+                    token: given[index] as TokenId,
+                    logprob: logprob[index],
+                    rank: rank[index] as u32,
+                },
                 top: top.collect(),
             });
         }

@@ -123,9 +123,7 @@ fn decode(device: &Device, random: &mut Random, shape: &Shape) -> Result<()> {
                 add_rms_norm(&mut x, &mut residual, &layer.norms[0], 1e-5)?;
                 matmul(gpu, &x, &layer.qkv, &mut qkv)?;
                 let Layer { k, v, .. } = layer;
-                rope_attention(
-                    &mut qkv, k, v, &positions, &table, &ragged, heads, 0.088, &mut attended, &workspace,
-                )?;
+                rope_attention(&mut qkv, k, v, &positions, &table, &ragged, heads, 0.088, &mut attended, &workspace)?;
                 matmul(gpu, &attended, &layer.o, &mut x)?;
                 add_rms_norm(&mut x, &mut residual, &layer.norms[1], 1e-5)?;
                 if !gated_matmul(gpu, &x, &layer.gate_up, &mut gated)? {

@@ -161,7 +161,12 @@ fn prefills(device: &Device, random: &mut Random) -> Result<()> {
         let mut y = Tensor::zeros(device, "y", [tokens, heads.num_heads * heads.head_dim], DType::BF16)?;
         let us = timer.each(1, |_| attention(&qkv, &k, &v, &ragged, heads, 0.088, &mut y, &workspace))?;
         let flop = 2.0 * (tokens * tokens * heads.num_heads * heads.head_dim) as f64;
-        println!("{:<18} {:<28} {us:>9.1} {:>8.0} TFLOP/s  {fa3} fa3", "prefill", format!("s={tokens}"), flop / us / 1e6);
+        println!(
+            "{:<18} {:<28} {us:>9.1} {:>8.0} TFLOP/s  {fa3} fa3",
+            "prefill",
+            format!("s={tokens}"),
+            flop / us / 1e6
+        );
     }
     Ok(())
 }
@@ -178,9 +183,12 @@ fn samples(device: &Device, random: &mut Random) -> Result<()> {
         let i32s = |value: i32| Tensor::from_slice(device, "i", &vec![value; rows], [rows]);
         let seed = Tensor::zeros(device, "seed", [rows, 2], DType::I32)?;
         let mut ids = Tensor::zeros(device, "ids", [rows], DType::I32)?;
-        for (label, temperature, top_k, top_p) in
-            [("greedy", 0.0, 0, 1.0), ("t=1", 1.0, 0, 1.0), ("t=1 top_p=0.9", 1.0, 0, 0.9), ("t=0.7 k=50 p=0.95", 0.7, 50, 0.95)]
-        {
+        for (label, temperature, top_k, top_p) in [
+            ("greedy", 0.0, 0, 1.0),
+            ("t=1", 1.0, 0, 1.0),
+            ("t=1 top_p=0.9", 1.0, 0, 0.9),
+            ("t=0.7 k=50 p=0.95", 0.7, 50, 0.95),
+        ] {
             let all = SampleRows {
                 temperature: &f32s(temperature)?,
                 top_k: &i32s(top_k)?,

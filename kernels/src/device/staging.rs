@@ -114,7 +114,9 @@ impl Staging {
         let (Some(mirror), Device::Cuda(gpu)) = (&mut self.mirror, self.arena.device()) else { return Ok(()) };
         if mirror.written > 0 {
             // SAFETY: the arena is as large as the mirror, which is not written again before the event that follows the copy.
-            unsafe { gpu.write_later(self.arena.device_address() as *mut u8, &mirror.bytes.as_slice()[..mirror.written])? };
+            unsafe {
+                gpu.write_later(self.arena.device_address() as *mut u8, &mirror.bytes.as_slice()[..mirror.written])?
+            };
             mirror.sent.record()?;
             (mirror.written, mirror.in_flight) = (0, true);
         }

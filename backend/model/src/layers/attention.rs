@@ -70,9 +70,7 @@ impl Attention {
         let [k, v] = cx.kv.layer(self.kv_layer)?;
         let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], x.dtype())?;
         let (positions, heads, scale) = (batch.positions(), self.heads, self.scale);
-        rope_attention(
-            &mut qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace,
-        )?;
+        rope_attention(&mut qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace)?;
         self.output.forward(&attended, x, cx)
     }
 

@@ -176,7 +176,9 @@ mod tests {
     #[test]
     #[ignore = "needs a GPU"]
     fn a_gpu_gives_the_logits_of_the_cpu() {
-        for changes in [r#"{"head_dim": 64, "tie_word_embeddings": true}"#, r#"{"head_dim": 128, "attention_bias": true}"#] {
+        for changes in
+            [r#"{"head_dim": 64, "tie_word_embeddings": true}"#, r#"{"head_dim": 128, "attention_bias": true}"#]
+        {
             let dir = Tiny::new(Dtype::BF16, changes).write();
             let on = |device| {
                 let options = LoadOptions { device, dtype: DType::BF16, ..LoadOptions::default() };

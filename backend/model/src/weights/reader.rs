@@ -219,9 +219,9 @@ impl Checkpoint {
 fn make_up(name: &str, start: u64, into: &mut [u8]) {
     let is_norm = name.contains("norm");
     // FNV-1a of the name, then splitmix64.
-    let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    });
+    let mut state = name
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
     state ^= start.wrapping_mul(0xd6e8_feb8_6659_fd93);
     for eight in into.chunks_mut(8) {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

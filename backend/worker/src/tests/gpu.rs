@@ -90,10 +90,14 @@ fn a_checkpoint_goes_on_as_on_the_cpu() {
                 let at = &want.logprobs[same];
                 let found = at.top.iter().find(|top| top.token == got.tokens[same]);
                 let lost = found.map_or(f32::INFINITY, |top| at.token.logprob - top.logprob);
-                assert!(lost < 0.2, "sequence {i} leaves the CPU's after {same} tokens for one that is {lost} less likely");
+                assert!(
+                    lost < 0.2,
+                    "sequence {i} leaves the CPU's after {same} tokens for one that is {lost} less likely"
+                );
             }
         }
-        let logprobs = told[i].logprobs.iter().zip(&want.logprobs).take_while(|(got, want)| got.token.token == want.token.token);
+        let logprobs =
+            told[i].logprobs.iter().zip(&want.logprobs).take_while(|(got, want)| got.token.token == want.token.token);
         for (got, want) in logprobs {
             let apart = (got.token.logprob - want.token.logprob).abs();
             assert!(apart < 0.3, "log-probability {} on the GPU, {} on the CPU", got.token.logprob, want.token.logprob);

@@ -108,7 +108,8 @@ impl CudaDevice {
                 result::stream::create(result::stream::StreamKind::NonBlocking).map_err(driver("cuStreamCreate"))?;
             let counters = result::malloc_sync(COUNTERS * 4).map_err(driver("cuMemAlloc"))?;
             result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(driver("cuMemsetD8"))?;
-            let scratch = result::malloc_sync(num_multiprocessors as usize * SCRATCH_BYTES).map_err(driver("cuMemAlloc"))?;
+            let scratch =
+                result::malloc_sync(num_multiprocessors as usize * SCRATCH_BYTES).map_err(driver("cuMemAlloc"))?;
             let (kernels, blas) = (Mutex::default(), OnceLock::new());
             let gpu = CudaDevice {
                 ordinal,

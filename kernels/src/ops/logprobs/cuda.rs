@@ -7,7 +7,13 @@ use crate::tensor::Tensor;
 
 const THREADS: u32 = 1024;
 
-pub(super) fn logprobs(device: &CudaDevice, logits: &Tensor, ids: &Tensor, top: usize, out: &mut LogprobsOut<'_>) -> Result<()> {
+pub(super) fn logprobs(
+    device: &CudaDevice,
+    logits: &Tensor,
+    ids: &Tensor,
+    top: usize,
+    out: &mut LogprobsOut<'_>,
+) -> Result<()> {
     let (num_rows, vocab) = logits.rows_cols();
     let args = [
         logits.into(),

@@ -187,16 +187,8 @@ fn own(by: By, store: Store, device: &CudaDevice, x: &Tensor, weight: &Tensor, y
     }
     let kernel = MID_ROWS.into_iter().find(|&(most, ..)| rows <= most);
     let (most, stages, kernels) = kernel.ok_or_else(|| too_many("at most 128"))?;
-    let args = [
-        x.into(),
-        weight.into(),
-        y.into(),
-        device.scratch().into(),
-        device.counters().into(),
-        n_rows,
-        n_out,
-        n_in,
-    ];
+    let args =
+        [x.into(), weight.into(), y.into(), device.scratch().into(), device.counters().into(), n_rows, n_out, n_in];
     // One more KiB, since tiles begin at whole ones.
     let shared = stages * (MID_OUT + most) * STEP * 2 + 1024;
     let launch = Launch::new(device.num_multiprocessors() as usize, 32 * WARPS as u32).shared_bytes(shared);

@@ -78,7 +78,8 @@ mod tests {
             position: &i32s((0..rows as i32).collect()),
         };
         let logits = Tensor::from_slice(device, "logits", logits, [rows, vocab]).unwrap();
-        let workspace = Workspace::new(device, super::workspace_bytes(rows) + super::super::workspace_bytes(vocab)).unwrap();
+        let workspace =
+            Workspace::new(device, super::workspace_bytes(rows) + super::super::workspace_bytes(vocab)).unwrap();
         let mut ids = Tensor::zeros(device, "ids", [rows], DType::I32).unwrap();
         sample(&logits, &all, &mut ids, &workspace).unwrap();
         ids.to_vec().unwrap()
