@@ -25,9 +25,9 @@ impl Runner {
     ///
     /// # Errors
     /// Whatever is wrong with the checkpoint.
-    pub fn load(dir: &Path, options: LoadOptions<'_>, max_len: usize) -> Result<Self> {
+    pub fn load(dir: &Path, options: &LoadOptions<'_>, max_len: usize) -> Result<Self> {
         let dtype = options.dtype;
-        let model = load(dir, &options)?.model;
+        let model = load(dir, options)?.model;
         let num_blocks = max_len.div_ceil(BLOCK_SIZE);
         let layout = KvLayout { layers: model.kv_layers(), block_size: BLOCK_SIZE, dtype };
         let limits =

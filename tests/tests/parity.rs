@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 fn logits(golden: &Golden, options: LoadOptions<'_>, change: impl FnOnce(&mut Value)) -> Vec<f32> {
     let folder = golden.checkpoint(change);
-    let mut runner = Runner::load(folder.path(), options, golden.tokens.len()).unwrap();
+    let mut runner = Runner::load(folder.path(), &options, golden.tokens.len()).unwrap();
     runner.run(&golden.tokens).unwrap()
 }
 
@@ -82,7 +82,7 @@ fn a_prompt_cut_into_chunks_gives_the_same_bits() {
         let folder = golden.checkpoint(|_| ());
         for dtype in [DType::F32, DType::BF16] {
             let options = LoadOptions { dtype, ..LoadOptions::default() };
-            let mut runner = Runner::load(folder.path(), options, golden.tokens.len()).unwrap();
+            let mut runner = Runner::load(folder.path(), &options, golden.tokens.len()).unwrap();
             let whole = runner.run(&golden.tokens).unwrap();
             for lengths in [&[1][..], &[7, 16, 1, 1, 40, 3], &[33]] {
                 runner.reset();

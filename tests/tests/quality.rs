@@ -79,7 +79,7 @@ fn quantized_weights_stay_within_their_bars() {
         },
     ];
     let max_len = texts.iter().map(Vec::len).max().unwrap();
-    let mut reference = Runner::load(dequantized.path(), LoadOptions::default(), max_len).unwrap();
+    let mut reference = Runner::load(dequantized.path(), &LoadOptions::default(), max_len).unwrap();
     let mut costs = Vec::new();
     let mut runners: Vec<Runner> = bars
         .iter()
@@ -87,7 +87,7 @@ fn quantized_weights_stay_within_their_bars() {
             let folder = if bar.quant.is_none() { &kept } else { dequantized.path() };
             let options = LoadOptions { quant: bar.quant.clone(), ..LoadOptions::default() };
             costs.push(Cost::default());
-            Runner::load(folder, options, max_len).unwrap()
+            Runner::load(folder, &options, max_len).unwrap()
         })
         .collect();
     for text in &texts {

@@ -2,8 +2,6 @@
 //!
 //! Needs `make model`; without it each test says that it was skipped.
 
-use std::path::PathBuf;
-
 use drafthorse_model::LoadOptions;
 use drafthorse_tests::close::{self, argmax, log_softmax};
 use drafthorse_tests::runner::Runner;
@@ -12,14 +10,10 @@ use drafthorse_tests::sample::{self, Prompt};
 /// Longest prompt with its answer.
 const MAX_LEN: usize = 256;
 
-fn folder() -> Option<PathBuf> {
-    sample::folder().map_err(|reason| println!("{reason}")).ok()
-}
-
 #[test]
 fn the_best_tokens_after_a_prompt_and_their_probabilities() {
-    let Some(folder) = folder() else { return };
-    let mut runner = Runner::load(&folder, LoadOptions::default(), MAX_LEN).unwrap();
+    let Some(folder) = sample::folder_or_say_why_not() else { return };
+    let mut runner = Runner::load(&folder, &LoadOptions::default(), MAX_LEN).unwrap();
     for prompt in sample::prompts() {
         runner.reset();
         let logits = runner.run(&prompt.ids).unwrap();
@@ -37,8 +31,8 @@ fn the_best_tokens_after_a_prompt_and_their_probabilities() {
 
 #[test]
 fn greedy_text_is_the_same_up_to_a_near_tie() {
-    let Some(folder) = folder() else { return };
-    let mut runner = Runner::load(&folder, LoadOptions::default(), MAX_LEN).unwrap();
+    let Some(folder) = sample::folder_or_say_why_not() else { return };
+    let mut runner = Runner::load(&folder, &LoadOptions::default(), MAX_LEN).unwrap();
     for prompt in sample::prompts() {
         runner.reset();
         let logits = runner.run(&prompt.ids).unwrap();

@@ -52,8 +52,8 @@ fn main() {
             for num_rows in [1, 2, 4, 8, 16, 64, 512] {
                 let shape = format!("{name} m={num_rows} n={out} k={inputs}");
                 if wanted(&format!("{} {shape}", format.name())) && (name != "head" || num_rows <= 8) {
-                    let copies = ROTATED_BYTES.div_ceil(format.new(1, inputs).size_bytes() * out).clamp(1, 256);
-                    let weights: Vec<Weight> = (0..copies).map(|_| format.new(out, inputs)).collect();
+                    let copies = ROTATED_BYTES.div_ceil(format.random(1, inputs).size_bytes() * out).clamp(1, 256);
+                    let weights: Vec<Weight> = (0..copies).map(|_| format.random(out, inputs)).collect();
                     let calls: Vec<Call<'_>> = weights.iter().map(|w| Call::new(w, num_rows)).collect();
                     report(&machine, &format.name(), &shape, &calls, false);
                 }
@@ -63,8 +63,8 @@ fn main() {
             let shape = format!("model m={num_rows}");
             if wanted(&format!("{} {shape}", format.name())) {
                 let layers = std::iter::repeat_n(LAYER, NUM_LAYERS).flatten();
-                let weights: Vec<Weight> = layers.map(|(_, out, inputs)| format.new(out, inputs)).collect();
-                let head = format.new(HEAD.1, HEAD.2);
+                let weights: Vec<Weight> = layers.map(|(_, out, inputs)| format.random(out, inputs)).collect();
+                let head = format.random(HEAD.1, HEAD.2);
                 // A prompt wants the logits of its last token alone.
                 let head_rows = if num_rows > 8 { 1 } else { num_rows };
                 let linears = weights.iter().map(|w| Call::new(w, num_rows));
@@ -128,7 +128,7 @@ impl Format {
     }
 
     /// A random weight.
-    fn new(self, out: usize, inputs: usize) -> Weight {
+    fn random(self, out: usize, inputs: usize) -> Weight {
         let mut rng = StdRng::seed_from_u64(1);
         let mut numbers = |len: usize, scale: f32| -> Vec<f32> {
             (0..len).map(|_| f16::from_f32(rng.random_range(-scale..scale)).to_f32()).collect()

@@ -1,5 +1,6 @@
 //! Two AVX registers; needs AVX2, FMA and F16C.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::{F32x16, Kernel};
@@ -130,6 +131,18 @@ impl F32x16 for Avx2 {
     unsafe fn shift_4(words: Self::Words) -> Self::Words {
         // SAFETY: see above.
         unsafe { (_mm256_srli_epi32::<4>(words.0), _mm256_srli_epi32::<4>(words.1)) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx")]
+    #[expect(clippy::pointers_in_nomem_asm_block, reason = "no instruction, so nothing is read or written")]
+    unsafe fn before(mut self, mut pointer: *const u8) -> (Self, *const u8) {
+        // SAFETY: no instruction.
+        unsafe {
+            asm!("/* {0} {1} {2} */", inout(reg) pointer, inout(ymm_reg) self.0, inout(ymm_reg) self.1,
+                options(pure, nomem, nostack, preserves_flags));
+        }
+        (self, pointer)
     }
 
     #[inline(always)]

@@ -1,5 +1,6 @@
 //! One AVX-512 register; needs AVX-512F.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::{F32x16, Kernel};
@@ -103,6 +104,17 @@ impl F32x16 for Avx512 {
     unsafe fn shift_4(words: Self::Words) -> Self::Words {
         // SAFETY: see above.
         unsafe { _mm512_srli_epi32::<4>(words) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    #[expect(clippy::pointers_in_nomem_asm_block, reason = "no instruction, so nothing is read or written")]
+    unsafe fn before(mut self, mut pointer: *const u8) -> (Self, *const u8) {
+        // SAFETY: no instruction.
+        unsafe {
+            asm!("/* {0} {1} */", inout(reg) pointer, inout(zmm_reg) self.0, options(pure, nomem, nostack, preserves_flags));
+        }
+        (self, pointer)
     }
 
     #[inline(always)]

@@ -146,6 +146,9 @@ pub(crate) trait F32x16: Copy {
     /// Shifts each word right by 4 bits.
     unsafe fn shift_4(words: Self::Words) -> Self::Words;
 
+    /// Both as they were, but to the compiler the pointer is known only once `self` is: what is read through it is read after.
+    unsafe fn before(self, pointer: *const u8) -> (Self, *const u8);
+
     /// Asks for the cache line at an address, valid or not, to be brought near.
     unsafe fn prefetch(from: *const u8);
 }

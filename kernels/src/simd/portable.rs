@@ -99,5 +99,10 @@ impl F32x16 for Portable {
     }
 
     #[inline(always)]
+    unsafe fn before(self, pointer: *const u8) -> (Self, *const u8) {
+        (self, pointer)
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
 }

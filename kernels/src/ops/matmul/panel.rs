@@ -77,7 +77,7 @@ impl<F: Format> Kernel for Unpack<F> {
 /// `line` must point to a line, `to` to room for its inputs, and the CPU must have the instructions of `V`.
 #[inline(always)]
 unsafe fn unpack<V: F32x16, F: Format, const J: usize>(line: *const u8, to: *mut f32) {
-    if J < F::LINE {
+    if const { J < F::LINE } {
         // SAFETY: passed on to the caller.
         unsafe { F::decode::<V, J>(line).store(to.add(J * LANES)) }
     }

@@ -1,7 +1,6 @@
 //! The inner loop: a few rows of activations times a few blocks of 16 outputs, accumulators in registers.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{Ordering, compiler_fence};
 
 use super::Format;
 use crate::simd::{F32x16, Kernel, LANES, Level};
@@ -74,8 +73,9 @@ struct Fixed<F, const ROWS: usize, const BLOCKS: usize>(Tile, PhantomData<F>);
 impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS, BLOCKS> {
     #[inline(always)]
     unsafe fn run<V: F32x16>(self) {
-        // Tiles that are never planned for these instructions need no code.
-        if BLOCKS > most_blocks(V::FIT, ROWS) {
+        // Tiles that are never planned for these instructions need no code. Here and below `const` keeps what is not used from
+        // ever being compiled.
+        if const { BLOCKS > most_blocks(V::FIT, ROWS) } {
             return;
         }
         let tile = self.0;
@@ -84,7 +84,7 @@ impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS
         unsafe {
             for _ in 0..tile.num_groups {
                 let mut sums = [[V::zero(); BLOCKS]; ROWS];
-                if !F::SCALED {
+                if const { !F::SCALED } {
                     for r in 0..ROWS {
                         for b in 0..BLOCKS {
                             sums[r][b] = V::load(tile.out.add((r * BLOCKS + b) * LANES));
@@ -93,20 +93,20 @@ impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS
                 }
                 let mut remaining = tile.lines_per_group;
                 loop {
-                    if F::PREFETCH {
+                    if const { F::PREFETCH } {
                         for b in 0..BLOCKS {
                             V::prefetch(lines.wrapping_add(b * tile.block_bytes + tile.prefetch));
                         }
                     }
                     // Written out, so that the compiler knows an input's place in the line.
-                    input::<V, F, 0, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
-                    input::<V, F, 1, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
-                    input::<V, F, 2, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
-                    input::<V, F, 3, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
-                    input::<V, F, 4, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
-                    input::<V, F, 5, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
-                    input::<V, F, 6, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
-                    input::<V, F, 7, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 0, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 1, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 2, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 3, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 4, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 5, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 6, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
+                    lines = input::<V, F, 7, ROWS, BLOCKS>(lines, tile.block_bytes, x, &mut sums);
                     lines = lines.add(F::LINE_BYTES);
                     x = x.add(F::LINE * ROWS);
                     remaining -= 1;
@@ -118,10 +118,10 @@ impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS
                     for b in 0..BLOCKS {
                         let out = tile.out.add((r * BLOCKS + b) * LANES);
                         let mut acc = sums[r][b];
-                        if F::SCALED {
+                        if const { F::SCALED } {
                             acc = V::load(scales.add(b * 2 * LANES)).mul_add(acc, V::load(out));
                         }
-                        if F::OFFSET {
+                        if const { F::OFFSET } {
                             acc = V::load(scales.add((b * 2 + 1) * LANES)).mul_add(V::splat(*x_sums.add(r)), acc);
                         }
                         acc.store(out);
@@ -134,7 +134,7 @@ impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS
     }
 }
 
-/// Adds the products of input `J` of a line, if lines have so many.
+/// Adds the products of input `J` of a line, if lines have so many. Returns `lines`.
 ///
 /// # Safety
 /// As [`Fixed::run`].
@@ -144,32 +144,38 @@ unsafe fn input<V: F32x16, F: Format, const J: usize, const ROWS: usize, const B
     block_bytes: usize,
     x: *const f32,
     sums: &mut [[V; BLOCKS]; ROWS],
-) {
-    if J >= F::LINE {
-        return;
+) -> *const u8 {
+    if const { J >= F::LINE } {
+        return lines;
     }
-    // Packed weights are read again for each input. Else the compiler would read all that a line needs at once, and for want of
-    // registers put it, or the sums, on the stack.
-    compiler_fence(Ordering::SeqCst);
     // SAFETY: passed on to the caller.
     unsafe {
-        if BLOCKS == 1 {
+        if const { BLOCKS == 1 } {
             let weights = F::decode::<V, J>(lines);
             for r in 0..ROWS {
                 sums[r][0] = V::splat(*x.add(J * ROWS + r)).mul_add(weights, sums[r][0]);
             }
-            return;
-        }
-        let mut xs = [V::zero(); ROWS];
-        for r in 0..ROWS {
-            xs[r] = V::splat(*x.add(J * ROWS + r));
-        }
-        for b in 0..BLOCKS {
-            let weights = F::decode::<V, J>(lines.add(b * block_bytes));
+        } else {
+            let mut xs = [V::zero(); ROWS];
             for r in 0..ROWS {
-                sums[r][b] = xs[r].mul_add(weights, sums[r][b]);
+                xs[r] = V::splat(*x.add(J * ROWS + r));
+            }
+            for b in 0..BLOCKS {
+                let weights = F::decode::<V, J>(lines.add(b * block_bytes));
+                for r in 0..ROWS {
+                    sums[r][b] = xs[r].mul_add(weights, sums[r][b]);
+                }
             }
         }
+        // The next input is not begun before this one is done. Else the compiler would read all that a line needs at once, and
+        // for want of registers put it, or the sums, on the stack.
+        let mut lines = lines;
+        for r in 0..ROWS {
+            for b in 0..BLOCKS {
+                (sums[r][b], lines) = sums[r][b].before(lines);
+            }
+        }
+        lines
     }
 }
 

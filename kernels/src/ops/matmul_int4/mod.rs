@@ -135,7 +135,11 @@ unsafe impl Format for Int4 {
         // SAFETY: the caller gives a whole line.
         unsafe {
             let words = V::load_words(line);
-            if J == 7 { V::masked(V::shift_4(words), 0xF << 24) } else { V::masked(words, 0xF << (4 * J)) }
+            if const { J == 7 } {
+                V::masked(V::shift_4(words), 0xF << 24)
+            } else {
+                V::masked(words, const { 0xF << (4 * J % 32) })
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 
     python3 -m venv target/peers
     CMAKE_ARGS=-DGGML_NATIVE=ON target/peers/bin/pip install llama-cpp-python==0.3.36      # builds for about 10 minutes
-    target/peers/bin/python tests/peers/llama_cpp.py target/fetch/SmolLM2-135M-Instruct.Q4_1.gguf
+    target/peers/bin/python tests/peers/llama.py target/fetch/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Prints tokens per second as JSON: prefill of 512 tokens at once, and decode of one sequence that follows them. Medians of
 several runs after one to warm up; run it on an otherwise idle machine.
