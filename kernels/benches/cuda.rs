@@ -3,6 +3,8 @@
 //! Run `cargo bench -p drafthorse-kernels --bench cuda`, or copy the binary to the machine with the GPU. Times are medians of graph
 //! replays between events; weights and caches rotate through more memory than the L2 holds. Data are random.
 
+#![allow(clippy::print_stdout, reason = "the table is what a bench is for")]
+
 #[path = "cuda/mod.rs"]
 mod cuda;
 

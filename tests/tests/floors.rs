@@ -1,5 +1,7 @@
 //! The floors of the house: a crate imports only from floors below it, along the lines drawn in ARCHITECTURE.md.
 
+#![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests fail as tests do")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;

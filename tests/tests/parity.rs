@@ -1,5 +1,7 @@
 //! Tiny models of every kind against transformers: the same logits, and other ones when the kind is taken away.
 
+#![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests fail as tests do")]
+
 use drafthorse_kernels::DType;
 use drafthorse_model::LoadOptions;
 use drafthorse_tests::close::{self, assert_close, distance};

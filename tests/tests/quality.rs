@@ -2,6 +2,8 @@
 //!
 //! Needs `make model`, and minutes: `cargo test --release -p drafthorse-tests --test quality -- --ignored --nocapture`.
 
+#![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests fail as tests do")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,7 @@
 //! The server through its front door: a tonic client, tiny models, bad input, broken checkpoints, cancels.
 
+#![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests fail as tests do")]
+
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,7 +16,7 @@ use drafthorse_proto::inference::{
 };
 use drafthorse_tests::tiny;
 use tempfile::TempDir;
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
 /// A running server over a repository of its own; the folder goes when it does.
@@ -36,7 +38,8 @@ async fn serve(more: impl FnOnce(&Path)) -> Fixture {
     let mut server = Server::start(config).await.unwrap();
     let failed = server.loaded().await;
     let address = format!("http://{}", server.grpc.unwrap());
-    let client = GrpcInferenceServiceClient::connect(address).await.unwrap();
+    let channel = Endpoint::from_shared(address).unwrap().connect().await.unwrap();
+    let client = GrpcInferenceServiceClient::new(channel);
     Fixture { server, client, failed, _repository: repository }
 }
 
@@ -47,7 +50,7 @@ fn add_model(repository: &Path, name: &str) {
 }
 
 fn bytes(name: &str, value: &str) -> InferInputTensor {
-    let contents = InferTensorContents { bytes_contents: vec![value.into()], ..Default::default() };
+    let contents = InferTensorContents { bytes_contents: vec![value.to_owned().into()], ..Default::default() };
     InferInputTensor {
         name: name.into(),
         datatype: "BYTES".into(),
@@ -84,7 +87,7 @@ impl Fixture {
     async fn infer(&self, request: ModelInferRequest) -> Result<String, Status> {
         let response = self.client.clone().model_infer(request).await?.into_inner();
         let output = response.outputs.iter().find(|output| output.name == "text_output").unwrap();
-        Ok(String::from_utf8(output.contents.clone().unwrap().bytes_contents[0].clone()).unwrap())
+        Ok(String::from_utf8(output.contents.clone().unwrap().bytes_contents[0].to_vec()).unwrap())
     }
 
     /// The code and message of a request that must fail.
@@ -186,7 +189,7 @@ async fn bad_input_has_a_code_and_names_the_field() {
         ("twice", with(&|r| r.inputs.push(bytes("text_input", "a"))), Code::InvalidArgument, &["text_input"]),
         (
             "both forms",
-            with(&|r| r.raw_input_contents.push(vec![0; 4])),
+            with(&|r| r.raw_input_contents.push(vec![0; 4].into())),
             Code::InvalidArgument,
             &["raw_input_contents"],
         ),
@@ -220,7 +223,7 @@ async fn broken_raw_bytes_are_refused() {
         let mut request = request("x", "Hi", false, "{}");
         request.inputs.truncate(1);
         request.inputs[0].contents = None;
-        ModelInferRequest { raw_input_contents: entries, ..request }
+        ModelInferRequest { raw_input_contents: entries.into_iter().map(Into::into).collect(), ..request }
     };
     for (name, entries) in [
         ("no data", vec![]),

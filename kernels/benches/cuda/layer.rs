@@ -86,7 +86,7 @@ fn decode(device: &Device, random: &mut Random, shape: &Shape) -> Result<()> {
     let mut layers = layers?;
     let head = random.tensor([shape.vocab, hidden])?;
     let weight_bytes: usize =
-        layers.iter().map(|l| [&l.qkv, &l.o, &l.gate_up, &l.down].map(|t| t.size_bytes()).iter().sum::<usize>()).sum();
+        layers.iter().map(|l| [&l.qkv, &l.o, &l.gate_up, &l.down].map(Tensor::size_bytes).iter().sum::<usize>()).sum();
     let weight_bytes = weight_bytes + head.size_bytes();
     let params = RopeParams {
         head_dim: heads.head_dim,
