@@ -30,7 +30,7 @@ unit:
 
 ## What Python clients see.
 clients: build model venv
-	$(VENV)/bin/python -m unittest discover -v -s tests/clients
+	$(VENV)/bin/python -m unittest discover -v -s tests/clients -t .
 
 venv: $(VENV)/.ready
 

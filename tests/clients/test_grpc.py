@@ -154,7 +154,7 @@ class Grpc(unittest.TestCase):
         self.assertEqual((finals["good"], errors), (1, {}))
 
     def test_cancel_frees_the_request(self):
-        cancelled = self.metric('nv_inference_request_failure{model="llm",version="1",reason="CANCELED"}')
+        cancelled = self.metric('nv_inference_request_failure{reason="CANCELED",model="llm",version="1"}')
         stream = Stream(self.address)
         stream.send("long", "Once upon a time", stream=True, parameters={"max_tokens": 4000, "ignore_eos": True})
         for _ in range(3):
@@ -164,7 +164,7 @@ class Grpc(unittest.TestCase):
         while self.metric("vllm:num_requests_running") > 0 and time.monotonic() < deadline:
             time.sleep(0.02)
         self.assertEqual(self.metric("vllm:num_requests_running"), 0)
-        after = self.metric('nv_inference_request_failure{model="llm",version="1",reason="CANCELED"}')
+        after = self.metric('nv_inference_request_failure{reason="CANCELED",model="llm",version="1"}')
         self.assertEqual(after, cancelled + 1)
 
     def test_sampling_parameters_may_be_strings(self):
@@ -178,7 +178,8 @@ class Grpc(unittest.TestCase):
         self.refused("INVALID_ARGUMENT", "max_tokens", parameters={"max_tokens": -1})
         self.refused("INVALID_ARGUMENT", "max_tokens", parameters={"max_tokens": 0})
         self.refused("INVALID_ARGUMENT", "temperature", parameters={"temperature": -0.5})
-        self.refused("INVALID_ARGUMENT", "temperature", parameters='{"temperature": NaN}')
+        self.refused("INVALID_ARGUMENT", "temperature", parameters={"temperature": "nan"})
+        self.refused("INVALID_ARGUMENT", "sampling_parameters", "line 1", parameters='{"temperature": NaN}')
         self.refused("INVALID_ARGUMENT", "top_p", parameters={"top_p": 1.5})
         self.refused("INVALID_ARGUMENT", "line 1", parameters="{")
         self.refused("INVALID_ARGUMENT", "stream", stream=True)
