@@ -4,6 +4,7 @@ mod bf16;
 mod gguf_blocks;
 mod kernel;
 mod scheme;
+mod search;
 mod stream;
 mod weight_only_int4;
 mod weight_only_int8;
@@ -110,9 +111,10 @@ fn unquantized(_: Option<i64>) -> Result<Schemes> {
     Ok(Schemes { linear: Box::new(Unquantized), head: Box::new(Unquantized), embedding: Box::new(Unquantized) })
 }
 
-/// One scale a channel, unless groups are asked for.
+/// Groups of 32 where these fill a row, unless a size is asked for. One scale a channel (-1) loses too much on small models: on
+/// SmolLM2-135M a KL divergence of 4e-3 against under 2e-3.
 fn weight_only_int8(group_size: Option<i64>) -> Result<Schemes> {
-    let group = group_size.map_or(Ok(GroupSize::Channel), GroupSize::new)?;
+    let group = group_size.map_or(Ok(GroupSize::Fitting(&[32])), GroupSize::new)?;
     Ok(Schemes { linear: Box::new(WeightOnlyInt8 { group }), head: int8_head(), embedding: Box::new(Unquantized) })
 }
 

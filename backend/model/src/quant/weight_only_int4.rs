@@ -5,10 +5,10 @@
 //! stays. Both numbers are rounded to f16 before the last codes are chosen, so that the kernel may keep them in 16 bits.
 
 use drafthorse_kernels::ops::matmul_int4::{Int4Weight, Offset};
-use half::f16;
 
 use super::GroupSize;
 use super::scheme::{Part, QuantScheme, QuantWeight};
+use super::search::{round, sum, to_f16};
 use super::stream::{Codes, RowCodes, pieces};
 use crate::error::Result;
 
@@ -94,9 +94,7 @@ impl Grid {
     /// The nearest code, as a whole number.
     #[inline(always)]
     fn code(self, w: f32, inverse: f32) -> f32 {
-        // Adding and taking away 1.5 * 2^23 rounds to a whole number in two instructions that any vector unit has.
-        const WHOLE: f32 = 12_582_912.0;
-        (((w - self.min) * inverse).clamp(0.0, 15.0) + WHOLE) - WHOLE
+        round(((w - self.min) * inverse).clamp(0.0, 15.0))
     }
 
     fn squared_error(self, weights: &[f32]) -> f32 {
@@ -123,23 +121,6 @@ impl Grid {
         let min = to_f16(self.min + (offsets - scale * codes) / n);
         (scale > 0.0).then_some(Grid { scale, min })
     }
-}
-
-/// The sum of `f` over `weights` in eight lanes, so that the compiler can use vectors.
-#[inline(always)]
-fn sum(weights: &[f32], f: impl Fn(f32) -> f32) -> f32 {
-    let (eights, rest) = weights.as_chunks::<8>();
-    let mut lanes = [0.0f32; 8];
-    for eight in eights {
-        for (lane, &w) in lanes.iter_mut().zip(eight) {
-            *lane += f(w);
-        }
-    }
-    lanes.iter().sum::<f32>() + rest.iter().map(|&w| f(w)).sum::<f32>()
-}
-
-fn to_f16(value: f32) -> f32 {
-    f16::from_f32(value).to_f32()
 }
 
 #[cfg(test)]
