@@ -10,6 +10,13 @@ pub(super) fn round(value: f32) -> f32 {
     (value + WHOLE) - WHOLE
 }
 
+/// `value` cut to `low..=high`: written so that it is one vector instruction a side, which `clamp` with its care for NaN is not.
+#[inline(always)]
+pub(super) fn limit(value: f32, low: f32, high: f32) -> f32 {
+    let value = if value > low { value } else { low };
+    if value < high { value } else { high }
+}
+
 /// The sum of `f` over `weights` in eight lanes, so that the compiler can use vectors.
 #[inline(always)]
 pub(super) fn sum(weights: &[f32], f: impl Fn(f32) -> f32) -> f32 {

@@ -8,12 +8,12 @@ use drafthorse_kernels::ops::matmul_int4::{Int4Weight, Offset};
 
 use super::GroupSize;
 use super::scheme::{Part, QuantScheme, QuantWeight};
-use super::search::{round, sum, to_f16};
+use super::search::{limit, round, sum, to_f16};
 use super::stream::{Codes, RowCodes, pieces};
 use crate::error::Result;
 
 /// Steps that a group's span is first cut into. 15 is the plain choice; more clips the outermost weights.
-const STEPS: [f32; 8] = [15.0, 14.5, 15.5, 16.0, 16.5, 17.0, 17.5, 18.0];
+const STEPS: [f32; 4] = [15.0, 14.5, 16.0, 17.0];
 
 pub(super) struct WeightOnlyInt4 {
     pub(super) group: GroupSize,
@@ -94,7 +94,7 @@ impl Grid {
     /// The nearest code, as a whole number.
     #[inline(always)]
     fn code(self, w: f32, inverse: f32) -> f32 {
-        round(((w - self.min) * inverse).clamp(0.0, 15.0))
+        round(limit((w - self.min) * inverse, 0.0, 15.0))
     }
 
     fn squared_error(self, weights: &[f32]) -> f32 {
