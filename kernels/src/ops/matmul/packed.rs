@@ -1,5 +1,6 @@
 //! Weights in blocks of 16 outputs.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::{Format, PAD, Scales};
@@ -125,7 +126,13 @@ impl<F: Format> Packed<F> {
     }
 
     /// [`Scales::expand`], if there are any.
-    pub(super) fn expand_scales(&self, level: Level, groups: Range<usize>, blocks: Range<usize>, to: &mut [f32]) {
+    pub(super) fn expand_scales(
+        &self,
+        level: Level,
+        groups: Range<usize>,
+        blocks: Range<usize>,
+        to: &mut [MaybeUninit<f32>],
+    ) {
         if let Some(scales) = &self.scales {
             scales.expand(level, groups, blocks, to);
         }

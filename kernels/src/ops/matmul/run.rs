@@ -118,7 +118,7 @@ impl<F: Format, T: Float> Product<'_, F, T> {
         let parts = num_groups.div_ceil(EXPANDED_GROUPS);
         let block_bytes = self.weight.block_bytes();
 
-        let mut scales = [0.0f32; EXPANDED_GROUPS * tile::MAX_BLOCKS * EXPANDED];
+        let mut scales = [MaybeUninit::<f32>::uninit(); EXPANDED_GROUPS * tile::MAX_BLOCKS * EXPANDED];
         let mut first = blocks.start;
         while first < blocks.end {
             let num_blocks = tile::num_blocks(self.level, most_rows, blocks.end - first);
@@ -142,7 +142,7 @@ impl<F: Format, T: Float> Product<'_, F, T> {
                             x: x.add(skipped * F::LINE * rows.len()),
                             num_groups: groups.len(),
                             lines_per_group,
-                            scales: scales.as_ptr(),
+                            scales: scales.as_ptr().cast(),
                             sums: sums.wrapping_add(groups.start * rows.len()),
                             out: out.as_mut_ptr(),
                         };
@@ -169,7 +169,7 @@ impl<F: Format, T: Float> Product<'_, F, T> {
         let most_rows = tiles.clone().map(|tile| self.tile_rows(tile).len()).max().unwrap_or(1);
 
         let mut panel = MaybeUninit::<[f32; PANEL_INPUTS * LANES * PANEL_BLOCKS]>::uninit();
-        let mut scales = [0.0f32; PANEL_GROUPS * PANEL_BLOCKS * EXPANDED];
+        let mut scales = [MaybeUninit::<f32>::uninit(); PANEL_GROUPS * PANEL_BLOCKS * EXPANDED];
         let mut outs = [[0.0f32; tile::MAX_OUT]; PANEL_TILES];
         let mut first = blocks.start;
         while first < blocks.end {
@@ -204,7 +204,7 @@ impl<F: Format, T: Float> Product<'_, F, T> {
                             x: x.add(inputs.start * rows.len()),
                             num_groups: groups.len(),
                             lines_per_group: inputs.len() / groups.len() / PANEL_LINE,
-                            scales: scales.as_ptr(),
+                            scales: scales.as_ptr().cast(),
                             sums: sums.wrapping_add(groups.start * rows.len()),
                             out: out.as_mut_ptr(),
                         };
@@ -220,7 +220,7 @@ impl<F: Format, T: Float> Product<'_, F, T> {
                 let rows = self.tile_rows(i);
                 if F::SCALED && !grouped {
                     let (_, sums) = self.activations.tile(&rows);
-                    let (rows, scales, out) = (rows.len(), scales.as_ptr(), out.as_mut_ptr());
+                    let (rows, scales, out) = (rows.len(), scales.as_ptr().cast(), out.as_mut_ptr());
                     // SAFETY: the level is available; `out` holds these rows and blocks, `scales` the blocks.
                     unsafe { self.level.run(Rescale { rows, num_blocks, offset: F::OFFSET, scales, sums, out }) };
                 }

@@ -1,5 +1,6 @@
 //! Scales and offsets of groups of weights: `w = scale * q + offset`.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use half::f16;
@@ -105,6 +106,8 @@ impl Kernel for Expand {
                 // SAFETY: `Scales::expand` gave records of these groups and blocks, and room for what they hold.
                 unsafe {
                     let record = self.records.add(block * self.block_bytes + group * self.layout.bytes());
+                    // The same place in the next blocks, as their weights are asked for.
+                    V::prefetch(record.wrapping_add(self.num_blocks * self.block_bytes));
                     let (scale, offset) = self.layout.load::<V>(record);
                     let to = self.to.add((group * self.num_blocks + block) * EXPANDED);
                     scale.store(to);
@@ -195,7 +198,7 @@ impl Scales {
     ///
     /// # Panics
     /// If there are no such groups or blocks, or `to` is too small.
-    pub(super) fn expand(&self, level: Level, groups: Range<usize>, blocks: Range<usize>, to: &mut [f32]) {
+    pub(super) fn expand(&self, level: Level, groups: Range<usize>, blocks: Range<usize>, to: &mut [MaybeUninit<f32>]) {
         let (bytes, block_bytes) = (self.layout.bytes(), self.num_groups * self.layout.bytes());
         assert!(groups.end <= self.num_groups && groups.len() * blocks.len() * EXPANDED <= to.len());
         let records = &self.records.as_slice::<u8>()[blocks.start * block_bytes..blocks.end * block_bytes];
@@ -205,7 +208,7 @@ impl Scales {
             block_bytes,
             num_groups: groups.len(),
             num_blocks: blocks.len(),
-            to: to.as_mut_ptr(),
+            to: to.as_mut_ptr().cast(),
         };
         // SAFETY: the level is available; reads and writes are inside what was checked above.
         unsafe { level.run(expand) }
