@@ -8,6 +8,7 @@ mod event;
 mod graph;
 mod launch;
 mod memory;
+mod tensor_map;
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -22,6 +23,7 @@ pub use graph::Graph;
 pub(crate) use launch::{Arg, Launch};
 pub(crate) use memory::CudaBuffer;
 pub use memory::Pinned;
+pub(crate) use tensor_map::TensorMap;
 
 use crate::error::{KernelError, Result};
 
@@ -44,6 +46,7 @@ pub struct CudaDevice {
     context: sys::CUcontext,
     stream: sys::CUstream,
     num_multiprocessors: u32,
+    is_hopper: bool,
     kernels: Mutex<Kernels>,
     /// Made at the first product of many rows: loading the library takes a while, and a GPU can do without.
     blas: OnceLock<blas::Blas>,
@@ -102,6 +105,7 @@ impl CudaDevice {
                 |attribute| result::device::get_attribute(device, attribute).map_err(driver("cuDeviceGetAttribute"));
             let num_multiprocessors =
                 attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+            let is_hopper = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? == 9;
             let context = result::primary_ctx::retain(device).map_err(driver("cuDevicePrimaryCtxRetain"))?;
             result::ctx::set_current(context).map_err(driver("cuCtxSetCurrent"))?;
             let stream =
@@ -118,6 +122,7 @@ impl CudaDevice {
                 context,
                 stream,
                 num_multiprocessors,
+                is_hopper,
                 kernels,
                 blas,
                 counters,
@@ -138,6 +143,11 @@ impl CudaDevice {
 
     pub fn num_multiprocessors(&self) -> u32 {
         self.num_multiprocessors
+    }
+
+    /// Whether it has Hopper's own instructions: products by four warps, copies of tiles.
+    pub(crate) fn is_hopper(&self) -> bool {
+        self.is_hopper
     }
 
     /// Bytes of device memory: free now, and in all.

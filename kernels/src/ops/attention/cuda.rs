@@ -1,7 +1,7 @@
-//! Launches `decode.cu` for sequences of few query tokens in the step, `prefill.cu` for the others.
+//! Launches `decode.cu` for sequences of few query tokens in the step; for the others `prefill_wgmma.cu` on Hopper, else `prefill.cu`.
 
 use super::{Heads, OP, Ragged};
-use crate::device::cuda::{COUNTERS, CudaDevice, Launch};
+use crate::device::cuda::{Arg, COUNTERS, CudaDevice, Launch, TensorMap};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
 use crate::ops::rope::RopeTable;
@@ -18,6 +18,11 @@ const STAGES: [usize; 2] = [4, 3];
 /// Query rows of a block of the prefill kernels, and keys of one of its two stages.
 const PREFILL_ROWS: usize = 128;
 const PREFILL_KEYS: usize = 64;
+
+/// Query rows of a tile of the Hopper kernel, keys of one of its two stages, and threads of a block.
+const WGMMA_ROWS: usize = 128;
+const WGMMA_KEYS: usize = 128;
+const WGMMA_THREADS: u32 = 3 * 128;
 
 /// What a launch takes from the workspace: two parts a block, of outputs, maxima and sums in f32.
 pub(super) fn workspace_bytes(device: &CudaDevice, heads: Heads) -> usize {
@@ -64,36 +69,52 @@ fn prefill(
 ) -> Result<()> {
     qkv.expect_dtype(OP, "qkv", DType::BF16)?;
     k.expect_dtype(OP, "k", DType::BF16)?;
+    let (_, max_blocks) = ragged.block_tables.rows_cols();
+    let block_size = k.dims()[2];
+    // One sequence has no other launch; of several, those of few rows have their own.
+    let least_rows = if ragged.num_seqs() > 1 { ROWS[1] + 1 } else { 1 };
+    let numbers = [ragged.num_seqs(), heads.num_heads, heads.num_kv_heads, block_size, max_blocks, least_rows];
+    let [seqs, num_heads, num_kv_heads, n_block_size, max_blocks, least_rows] =
+        numbers.map(|number| Arg::from(number as u32));
+    let (ragged_args, scale) =
+        ([ragged.cu_tokens, ragged.kv_lens, ragged.block_tables].map(Arg::from), scale * std::f32::consts::LOG2_E);
+    let [cu_tokens, kv_lens, block_tables] = ragged_args;
+    let (qkv, k_arg, v_arg, y) = (Arg::from(qkv), Arg::from(k), Arg::from(v), Arg::from(y));
+    let most_rows = ragged.max_tokens_per_seq * heads.group();
+
+    if device.is_hopper() && block_size.is_power_of_two() && matches!(heads.head_dim, 64 | 128) {
+        let kernel = if heads.head_dim == 64 { "prefill_wgmma_64" } else { "prefill_wgmma_128" };
+        let tile_rows = block_size.min(WGMMA_KEYS);
+        let (k_map, v_map) = (TensorMap::new(OP, "k", k, tile_rows)?, TensorMap::new(OP, "v", v, tile_rows)?);
+        let counter = device.counters().into();
+        #[rustfmt::skip]
+        let args = [
+            (&k_map).into(), (&v_map).into(), qkv, k_arg, v_arg, cu_tokens, kv_lens, block_tables, y, counter,
+            seqs, num_heads, num_kv_heads, n_block_size, max_blocks, least_rows, scale.into(),
+        ];
+        let most_tiles = most_rows.div_ceil(WGMMA_ROWS) * ragged.num_seqs() * heads.num_kv_heads;
+        // Two tiles of queries, two of keys and two of values; one more KiB, since tiles begin at whole ones.
+        let shared = 2 * (WGMMA_ROWS + 2 * WGMMA_KEYS) * heads.head_dim * 2 + 1024;
+        let launch = Launch::new(most_tiles.min(device.num_multiprocessors() as usize), WGMMA_THREADS);
+        // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
+        return unsafe { launch.shared_bytes(shared).run(device, "prefill_wgmma", kernel, &args) };
+    }
+
     let kernel = match heads.head_dim {
         64 => "prefill_64",
         96 => "prefill_96",
         128 => "prefill_128",
         got => return Err(head_dim(got)),
     };
-    let (_, max_blocks) = ragged.block_tables.rows_cols();
-    // One sequence has no other launch; of several, those of few rows have their own.
-    let least_rows = if ragged.num_seqs() > 1 { ROWS[1] + 1 } else { 1 };
-    let numbers = [heads.num_heads, heads.num_kv_heads, k.dims()[2], max_blocks, least_rows];
-    let [num_heads, num_kv_heads, block_size, max_blocks, least_rows] = numbers.map(|number| (number as u32).into());
+    #[rustfmt::skip]
     let args = [
-        qkv.into(),
-        k.into(),
-        v.into(),
-        ragged.cu_tokens.into(),
-        ragged.kv_lens.into(),
-        ragged.block_tables.into(),
-        y.into(),
-        num_heads,
-        num_kv_heads,
-        block_size,
-        max_blocks,
-        least_rows,
-        (scale * std::f32::consts::LOG2_E).into(),
+        qkv, k_arg, v_arg, cu_tokens, kv_lens, block_tables, y,
+        num_heads, num_kv_heads, n_block_size, max_blocks, least_rows, scale.into(),
     ];
-    let tiles = (ragged.max_tokens_per_seq * heads.group()).div_ceil(PREFILL_ROWS);
-    let launch = Launch::new([heads.num_kv_heads, ragged.num_seqs(), tiles], 32 * WARPS as u32)
-        .shared_bytes((PREFILL_ROWS + 4 * PREFILL_KEYS) * row_bytes(heads));
-    // SAFETY: `mod.rs` checked the shapes; lengths and block tables are the worker's own, planned by the block manager.
+    let launch =
+        Launch::new([heads.num_kv_heads, ragged.num_seqs(), most_rows.div_ceil(PREFILL_ROWS)], 32 * WARPS as u32)
+            .shared_bytes((PREFILL_ROWS + 4 * PREFILL_KEYS) * row_bytes(heads));
+    // SAFETY: as above.
     unsafe { launch.run(device, "prefill", kernel, &args) }
 }
 

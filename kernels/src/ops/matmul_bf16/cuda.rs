@@ -229,8 +229,8 @@ mod tests {
     fn equals_sums_in_double() {
         let (gpu, mut rng) = (gpu(), rng(4));
         let Device::Cuda(device) = &gpu else { unreachable!("gpu() returns one") };
-        for (out, inner) in [(16, 64), (961, 576), (576, 1536), (40, 4096), (24, 14_336), (3000, 512)] {
-            for rows in [1, 7, 8, 9, 16, 17, 32, 33, 64, 100, 128, 150] {
+        for (out, inner) in [(16, 64), (161, 576), (96, 1536), (40, 4096), (24, 14_336), (300, 512)] {
+            for rows in [1, 7, 8, 9, 16, 17, 33, 64, 100, 128, 150] {
                 let (x, weight) = (random(&mut rng, rows * inner, 1.0), random(&mut rng, out * inner, 1.0));
                 let mut want = vec![0.0f32; rows * out];
                 for (i, want) in want.iter_mut().enumerate() {
