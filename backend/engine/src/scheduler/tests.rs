@@ -50,16 +50,16 @@ fn no_draft_is_verified_past_the_last_token() {
 fn chunks_leave_a_stream_its_pace() {
     assert_eq!(
         play(
-            "ms=10 token_ms=1 step_ms=50",
+            "ms=10 token_ms=1 step_ms=60",
             "add a 2+9; step 3; add b 100+2; step 5; cancel a; cancel b; add c 390+1; step 1"
         ),
         "\
 1  a:2
 2  a:1
 3  a:1
-4  a:1  b:38
-5  a:1  b:38
-6  a:1  b:24
+4  a:1  b:36
+5  a:1  b:36
+6  a:1  b:28
 7  a:1  b:1
    b length 2
 8  -b  a:1

@@ -47,6 +47,12 @@ pub enum GroupSize {
     Of(usize),
     /// The first of these that divides a row, else all of it.
     Fitting(&'static [usize]),
+    /// As `Fitting`, with one list for rows of at least `from` inputs and one for shorter.
+    ByRow {
+        from: usize,
+        long: &'static [usize],
+        short: &'static [usize],
+    },
 }
 
 impl GroupSize {
@@ -71,11 +77,12 @@ impl GroupSize {
     /// # Errors
     /// `NotMultiple`, naming the layer, if groups do not fill a row.
     pub fn checked(self, layer: &str, inputs: usize) -> Result<usize> {
+        let fitting =
+            |sizes: &[usize]| sizes.iter().copied().find(|&size| inputs.is_multiple_of(size)).unwrap_or(inputs);
         match self {
             GroupSize::Channel => Ok(inputs),
-            GroupSize::Fitting(sizes) => {
-                Ok(sizes.iter().copied().find(|&size| inputs.is_multiple_of(size)).unwrap_or(inputs))
-            }
+            GroupSize::Fitting(sizes) => Ok(fitting(sizes)),
+            GroupSize::ByRow { from, long, short } => Ok(fitting(if inputs < from { short } else { long })),
             GroupSize::Of(size) if inputs.is_multiple_of(size) => Ok(size),
             GroupSize::Of(of) => {
                 let (name, what, why) = (layer.to_owned(), "in", "the quantization group");
@@ -118,9 +125,11 @@ fn weight_only_int8(group_size: Option<i64>) -> Result<Schemes> {
     Ok(Schemes { linear: Box::new(WeightOnlyInt8 { group }), head: int8_head(), embedding: Box::new(Unquantized) })
 }
 
-/// Groups of 128, or fewer where these do not fill a row, unless a size is asked for.
+/// Groups of 128, or fewer where these do not fill a row, unless a size is asked for. Short rows get 32: a small model has nothing
+/// that would even out the errors of larger groups, and its scales cost little.
 fn weight_only_int4(group_size: Option<i64>) -> Result<Schemes> {
-    let group = group_size.map_or(Ok(GroupSize::Fitting(&[128, 64, 32])), GroupSize::new)?;
+    let group =
+        group_size.map_or(Ok(GroupSize::ByRow { from: 2048, long: &[128, 64, 32], short: &[32] }), GroupSize::new)?;
     Ok(Schemes { linear: Box::new(WeightOnlyInt4 { group }), head: int8_head(), embedding: Box::new(Unquantized) })
 }
 
@@ -201,9 +210,10 @@ mod tests {
             Ok(size) => size.to_string(),
             Err(err) => err.to_string(),
         };
-        let default = GroupSize::Fitting(&[128, 64, 32]);
+        let default = GroupSize::ByRow { from: 1024, long: &[128, 64, 32], short: &[32] };
         assert_eq!(within(default, 1536), "128");
-        assert_eq!(within(default, 576), "64");
+        assert_eq!(within(default, 1600), "64");
+        assert_eq!(within(default, 576), "32");
         assert_eq!(within(default, 80), "80");
         assert_eq!(within(GroupSize::new(-1).unwrap(), 576), "576");
         let refused = "layer: in is 576, not a multiple of 128 (the quantization group)";
