@@ -45,7 +45,7 @@ impl BlockManager {
             last_free: NONE,
             num_free: 0,
             in_flight: VecDeque::new(),
-            cache: PrefixCache::default(),
+            cache: PrefixCache::new(num_blocks as usize),
         };
         for block in 0..num_blocks {
             manager.push_back(block);
