@@ -47,6 +47,11 @@ impl RankEnd {
         self.steps.recv().ok()
     }
 
+    /// The next step if it has come.
+    pub fn try_recv(&self) -> Option<Step> {
+        self.steps.try_recv().ok()
+    }
+
     /// Answers the oldest step, or says why this rank has failed. Lost if the engine is gone.
     pub fn send(&self, result: Result<StepResult, String>) {
         let _ = self.results.send(result);

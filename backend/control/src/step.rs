@@ -90,6 +90,8 @@ pub struct Timing {
     pub forward: Duration,
     pub sample: Duration,
     pub propose: Duration,
+    /// How long a GPU was busy with it, if that is measured.
+    pub device: Duration,
 }
 
 /// What came of a [`Row`].

@@ -2,7 +2,8 @@
 
 use drafthorse_kernels::device::{Staged, Staging};
 use drafthorse_kernels::ops::attention::Ragged;
-use drafthorse_kernels::{DType, Device, View};
+use drafthorse_kernels::ops::feed_tokens::feed_tokens;
+use drafthorse_kernels::{DType, Device, Tensor, View};
 
 use crate::error::{ModelError, Result};
 
@@ -21,7 +22,7 @@ pub struct BatchLimits {
 /// A step's inputs on the host. Sequence `s` owns tokens `cu_tokens[s]..cu_tokens[s + 1]`.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchInputs<'a> {
-    /// `[tokens]`.
+    /// `[tokens]`; what is sampled by a step in flight stands as [`sampled_by`](drafthorse_kernels::ops::feed_tokens::sampled_by).
     pub token_ids: &'a [i32],
     /// `[tokens]`: each token's index in its sequence.
     pub positions: &'a [i32],
@@ -166,6 +167,14 @@ impl Batch {
 
     pub fn num_logit_rows(&self) -> usize {
         self.num_logit_rows
+    }
+
+    /// Ids that stand for what the step before samples become its tokens; see [`feed_tokens`](drafthorse_kernels::ops::feed_tokens).
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn feed_tokens(&mut self, sampled: &Tensor) -> Result<()> {
+        Ok(feed_tokens(&mut self.token_ids.rows_mut(0..self.num_tokens), sampled)?)
     }
 
     /// `[tokens]`.

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use drafthorse_kernels::{DType, Device};
 
 use crate::error::{Result, WorkerError};
+use crate::runner::MAX_IN_FLIGHT;
 use crate::spec::SpeculateConfig;
 
 /// Where a rank runs.
@@ -54,6 +55,10 @@ pub struct WorkerConfig {
     pub random_weights: bool,
     /// Run decoding steps on a GPU op by op, not as recorded graphs.
     pub eager: bool,
+    /// Steps in flight that the engine may have, 1 or 2; `None`: 2 on a GPU, where the next one then begins without the host.
+    pub pipeline_depth: Option<u32>,
+    /// Measure how long a GPU is busy with each step.
+    pub time_device: bool,
     /// Bound on weights, workspace, slots and KV cache together; `None` sets none.
     pub memory_bytes: Option<u64>,
     /// Threads of the process-wide CPU pool, if no model has started it; `None`: one a core.
@@ -77,6 +82,8 @@ impl Default for WorkerConfig {
             memory_fraction: 0.0,
             random_weights: false,
             eager: false,
+            pipeline_depth: None,
+            time_device: false,
             memory_bytes: None,
             num_threads: None,
             speculate: SpeculateConfig::default(),
@@ -94,6 +101,7 @@ impl WorkerConfig {
             ("max_num_seqs", u64::from(self.max_num_seqs)),
             ("max_num_batched_tokens", u64::from(self.max_num_batched_tokens)),
             ("num_threads", self.num_threads.unwrap_or(1) as u64),
+            ("pipeline_depth", self.pipeline_depth.unwrap_or(1).into()),
         ] {
             if got == 0 || got > most {
                 return setting(field, got, format!("1 to {most}"));
@@ -101,6 +109,10 @@ impl WorkerConfig {
         }
         if ![16, 32, 64, 128].contains(&self.block_size) {
             return setting("block_size", self.block_size.into(), "16, 32, 64 or 128".into());
+        }
+        let (depth, most) = (self.pipeline_depth.unwrap_or(1), MAX_IN_FLIGHT as u32);
+        if depth > most {
+            return setting("pipeline_depth", depth.into(), format!("1 to {most}"));
         }
         if self.max_num_batched_tokens < self.max_num_seqs {
             let must = format!("at least max_num_seqs, {}: each running sequence takes a token", self.max_num_seqs);

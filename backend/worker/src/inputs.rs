@@ -5,6 +5,7 @@
 use std::ops::Range;
 
 use drafthorse_control::{Logprobs, Row, Slot, Step, TokenId};
+use drafthorse_kernels::ops::feed_tokens::sampled_by;
 use drafthorse_model::{Batch, BatchInputs};
 
 use crate::error::{Result, WorkerError};
@@ -15,6 +16,8 @@ use crate::slots::Slots;
 #[derive(Clone, Debug)]
 pub(crate) struct PlannedRow {
     pub slot: Slot,
+    /// The sequence that was in the slot.
+    pub serial: u64,
     /// Its tokens in the batch: what is known, then drafts. Empty if the sequence had ended: the row is inert.
     pub tokens: Range<usize>,
     pub num_drafts: usize,
@@ -60,6 +63,8 @@ pub(crate) enum LogitsOf {
 pub(crate) struct Inputs {
     pub rows: Vec<PlannedRow>,
     pub logits: Vec<LogitRow>,
+    /// Each of `logits` gives a token as it is, with no draft before it and nothing told of it.
+    pub is_plain: bool,
     /// The rows that the batch was padded to, if the step can be replayed from a recording.
     pub replay: Option<usize>,
     token_ids: Vec<i32>,
@@ -75,6 +80,7 @@ impl Inputs {
         Inputs {
             rows: Vec::with_capacity(max_seqs),
             logits: Vec::with_capacity(max_tokens),
+            is_plain: false,
             replay: None,
             token_ids: Vec::with_capacity(max_tokens),
             positions: Vec::with_capacity(max_tokens),
@@ -108,22 +114,14 @@ impl Inputs {
         };
         let limits = batch.limits();
         let max_rows = limits.max_seqs.min(limits.max_tokens).min(limits.max_logit_rows);
-        self.replay = graphs.size(self.logits.len(), max_rows).filter(|_| self.is_plain_decode(slots));
+        self.is_plain = self.logits.iter().all(|row| is_plain(row, slots));
+        let decodes = self.is_plain && self.logits.len() == self.token_ids.len();
+        self.replay = graphs.size(self.logits.len(), max_rows).filter(|_| decodes);
         match self.replay {
             Some(size) => batch.set_padded(&inputs, size)?,
             None => batch.set(&inputs)?,
         }
         Ok(())
-    }
-
-    /// One token a sequence goes in, and one comes out of its logits as they are.
-    fn is_plain_decode(&self, slots: &Slots) -> bool {
-        let plain = |row: &LogitRow| {
-            row.of == LogitsOf::Next { after_drafts: 0 }
-                && row.logprobs.is_none()
-                && !slots.state(row.slot).changes_logits()
-        };
-        self.logits.len() == self.token_ids.len() && self.logits.iter().all(plain)
     }
 
     fn clear(&mut self) {
@@ -150,6 +148,7 @@ impl Inputs {
         if state.ended {
             return Ok(PlannedRow {
                 slot,
+                serial: state.serial,
                 tokens: first..first,
                 num_drafts: 0,
                 wants_token: false,
@@ -159,7 +158,7 @@ impl Inputs {
 
         let (num_tokens, planned_drafts) = (row.num_tokens as usize, row.num_drafts as usize);
         let from = state.num_computed;
-        let left = state.tokens.len() - from;
+        let left = state.tokens.len() + state.num_sampling - from;
         let num_known = num_tokens.saturating_sub(planned_drafts);
         if num_known == 0 || num_known > left {
             return Err(bad("num_tokens less num_drafts", num_known, format!("1 to {left}, what is not computed yet")));
@@ -170,9 +169,13 @@ impl Inputs {
         }
 
         let known_end = from + num_known;
-        let chunk = &state.tokens[from..known_end];
-        self.token_ids.extend(chunk.iter().map(|&token| token as i32));
+        let seen = known_end.min(state.tokens.len());
+        self.token_ids.extend(state.tokens[from..seen].iter().map(|&token| token as i32));
+        if known_end > seen {
+            self.token_ids.push(sampled_by(state.sampled_by));
+        }
         let (num_prompt, num_cached, num_blocks) = (state.num_prompt, state.num_cached, state.num_blocks);
+        let serial = state.serial;
         if let Logprobs::Top(top) = row.wants.prompt_logprobs {
             if from == num_cached && from > 0 && from < num_prompt {
                 return Err(bad("num_cached", num_cached, "0 if prompt log-probabilities are wanted".into()));
@@ -208,6 +211,12 @@ impl Inputs {
                 self.logit_rows.push((first + num_known - 1 + after_drafts) as i32);
             }
         }
-        Ok(PlannedRow { slot, tokens: first..end, num_drafts, wants_token, logits: first_logits..self.logits.len() })
+        Ok(PlannedRow { slot, serial, tokens: first..end, num_drafts, wants_token, logits: first_logits..self.logits.len() })
     }
+}
+
+fn is_plain(row: &LogitRow, slots: &Slots) -> bool {
+    row.of == LogitsOf::Next { after_drafts: 0 }
+        && row.logprobs.is_none()
+        && !slots.state(row.slot).changes_logits()
 }

@@ -20,6 +20,7 @@ mod slots;
 pub mod spec;
 #[cfg(test)]
 mod tests;
+mod verify;
 
 pub use config::{ActivationDtype, DeviceKind, WorkerConfig};
 pub use error::{Result, WorkerError};

@@ -1,6 +1,10 @@
 //! From settings to a runner: the checkpoint, the memory plan, and everything that lives as long as the model.
 
+use std::collections::VecDeque;
+use std::time::Instant;
+
 use drafthorse_control::Ready;
+use drafthorse_kernels::device::Stopwatch;
 use drafthorse_kernels::{DType, Device, Solo, Workspace, pool};
 use drafthorse_model::{Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Model, QuantType, StepSize};
 use tracing::warn;
@@ -10,7 +14,7 @@ use crate::error::Result;
 use crate::graphs::Graphs;
 use crate::inputs::Inputs;
 use crate::memory::{MemoryPlan, Needs};
-use crate::runner::Runner;
+use crate::runner::{MAX_IN_FLIGHT, Runner};
 use crate::sampler::{Sampler, logit_rows};
 use crate::slots::{SlotSizes, Slots};
 use crate::spec::{self, Proposer};
@@ -36,8 +40,14 @@ pub(crate) struct Network {
     pub weight_bytes: u64,
 }
 
-/// Steps in flight: on the CPU the next one gains nothing by waiting in line.
-const PIPELINE_DEPTH: u32 = 1;
+/// Steps in flight. On the CPU the next one gains nothing by waiting in line.
+fn pipeline_depth(config: &WorkerConfig, device: &Device) -> u32 {
+    let most = match device {
+        Device::Cpu => 1,
+        Device::Cuda(_) => MAX_IN_FLIGHT as u32,
+    };
+    config.pipeline_depth.unwrap_or(most)
+}
 
 /// Loads what `config` names.
 ///
@@ -100,7 +110,7 @@ pub(crate) fn assemble(
     let slot_sizes = |max_model_len: usize, num_blocks: usize| SlotSizes {
         num_slots: max_seqs,
         // A step planned before the end of a sequence was known may reserve room past it.
-        max_blocks: (max_model_len + (max_drafts + 1) * PIPELINE_DEPTH as usize).div_ceil(block_size),
+        max_blocks: (max_model_len + (max_drafts + 1) * MAX_IN_FLIGHT).div_ceil(block_size),
         block_size,
         num_blocks,
         max_model_len,
@@ -135,10 +145,14 @@ pub(crate) fn assemble(
         vocab_size: vocab_size as u32,
         max_drafts: max_drafts as u32,
         needs_host_tokens: proposer.as_ref().is_some_and(|proposer| proposer.needs_host_tokens()),
-        pipeline_depth: PIPELINE_DEPTH,
+        pipeline_depth: pipeline_depth(config, device),
         weight_bytes,
         kv_bytes: plan.kv_bytes,
         workspace_bytes: plan.workspace_bytes,
+    };
+    let stopwatches = match (config.time_device, Stopwatch::new(device)?, Stopwatch::new(device)?) {
+        (true, Some(even), Some(odd)) => Some([even, odd]),
+        _ => None,
     };
     let runner = Runner {
         model,
@@ -155,6 +169,9 @@ pub(crate) fn assemble(
         kept_rows: Vec::with_capacity(max_seqs),
         max_model_len,
         last_step: 0,
+        in_flight: VecDeque::with_capacity(MAX_IN_FLIGHT),
+        stopwatches,
+        finished: Instant::now(),
     };
     Ok((runner, ready))
 }

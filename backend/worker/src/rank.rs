@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::thread;
 
-use drafthorse_control::{ChannelLink, RankEnd, Ready, channel};
+use drafthorse_control::{ChannelLink, RankEnd, Ready, Step, StepResult, channel};
 use tracing::{error, info};
 
 use crate::config::WorkerConfig;
@@ -47,13 +47,22 @@ pub(crate) fn spawn_with(
 }
 
 fn serve(mut runner: Runner, end: &RankEnd) {
-    while let Some(step) = end.recv() {
-        let result = catch_unwind(AssertUnwindSafe(|| runner.run(&step)));
-        match result.unwrap_or_else(|panic| Err(panicked(&*panic))) {
-            Ok(result) => end.send(Ok(result)),
+    let mut next = None;
+    loop {
+        // Without a step in flight there is nothing to do but wait for one.
+        if next.is_none() {
+            next = if runner.in_flight.is_empty() { end.recv() } else { end.try_recv() };
+        }
+        if next.is_none() && runner.in_flight.is_empty() {
+            break;
+        }
+        let turn = catch_unwind(AssertUnwindSafe(|| turn(&mut runner, &mut next)));
+        match turn.unwrap_or_else(|panic| Err(panicked(&*panic))) {
+            Ok(Some(result)) => end.send(Ok(result)),
+            Ok(None) => {}
             Err(error) => {
                 let reason = chain(&error);
-                error!(step = step.id, reason, "rank failed");
+                error!(step = runner.last_step, reason, "rank failed");
                 end.send(Err(reason));
                 return;
             }
@@ -61,6 +70,23 @@ fn serve(mut runner: Runner, end: &RankEnd) {
     }
     let (used, planned) = (runner.workspace.high_water_bytes(), runner.workspace.capacity_bytes());
     info!(steps = runner.last_step, workspace_used = used, workspace_planned = planned, "rank stopped");
+}
+
+/// Launches the next step if it may be, else finishes the oldest in flight if it is done or stands in the next one's way.
+fn turn(runner: &mut Runner, next: &mut Option<Step>) -> Result<Option<StepResult>> {
+    match next.take() {
+        Some(step) if runner.may_launch(&step) => runner.launch(&step).map(|()| None),
+        Some(step) => {
+            *next = Some(step);
+            runner.finish().map(Some)
+        }
+        None if runner.is_done()? => runner.finish().map(Some),
+        None => {
+            // The next step may come before this one is done, and must not be late.
+            thread::yield_now();
+            Ok(None)
+        }
+    }
 }
 
 /// What a panic said.

@@ -1,11 +1,14 @@
 //! One step on one rank: release, copies, admit, forward, sample, verify, propose, in that order.
 //!
-//! Verification is sampling: at every position the target's token is sampled as if there were no drafts, and a draft holds
-//! if it is that token. So the tokens are the same with any proposer and with none.
+//! A plain step, one whose tokens are picked from the logits as they are, is *launched*, that is given to the device, and *finished*
+//! when its tokens are wanted. The next plain step may be launched in between: it takes the tokens that it does not know from the
+//! device, so a GPU is never idle while the host thinks. Every other step is run to its end when it is launched.
 
-use std::time::Instant;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
-use drafthorse_control::{FinishReason, RowError, RowResult, Step, StepResult, Timing, TokenId};
+use drafthorse_control::{Logprobs, Row, RowResult, Slot, Step, StepResult, Timing};
+use drafthorse_kernels::device::Stopwatch;
 use drafthorse_kernels::ops::copy_rows::copy;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
 use drafthorse_kernels::{Communicator, Tensor, Workspace};
@@ -14,10 +17,13 @@ use drafthorse_model::{Batch, Forward, KvCache, Model};
 use crate::checksum::Checksum;
 use crate::error::{Result, WorkerError};
 use crate::graphs::Graphs;
-use crate::inputs::{Inputs, LogitsOf, PlannedRow};
+use crate::inputs::{Inputs, LogitRow, LogitsOf, PlannedRow};
 use crate::sampler::Sampler;
-use crate::slots::{SlotState, Slots};
-use crate::spec::{Propose, ProposeRow, Proposer};
+use crate::slots::{Slots, changes_logits};
+use crate::spec::{ProposeRow, Proposer};
+
+/// Steps that a rank has at once at most: one that the device runs, and one behind it.
+pub(crate) const MAX_IN_FLIGHT: usize = 2;
 
 /// Everything a rank runs steps with.
 pub(crate) struct Runner {
@@ -36,42 +42,155 @@ pub(crate) struct Runner {
     pub kept_rows: Vec<(u32, u32)>,
     pub graphs: Graphs,
     pub max_model_len: usize,
-    /// The step run last; 0 before the first.
+    /// The step launched last; 0 before the first.
     pub last_step: u64,
+    pub in_flight: VecDeque<InFlight>,
+    /// By the step's number, if the device's time is wanted.
+    pub stopwatches: Option<[Stopwatch; MAX_IN_FLIGHT]>,
+    /// When the last step was finished.
+    pub finished: Instant,
+}
+
+/// A step that was launched and is not finished.
+pub(crate) struct InFlight {
+    step: u64,
+    launched: Instant,
+    rows: Vec<PlannedRow>,
+    logits: Vec<LogitRow>,
+    work: Work,
+}
+
+enum Work {
+    /// The device has it, or it had none.
+    Plain,
+    /// Done.
+    Done(Vec<RowResult>, Timing),
+}
+
+impl InFlight {
+    /// Where its tokens arrive, and which stopwatch is its.
+    fn place(&self) -> usize {
+        self.step as usize % MAX_IN_FLIGHT
+    }
 }
 
 impl Runner {
-    /// Runs `step` and answers it.
+    /// Runs `step` to its end and answers it.
     ///
     /// # Errors
     /// Whatever ends the group: a step out of order or outside its contract, a device that fails.
     pub fn run(&mut self, step: &Step) -> Result<StepResult> {
-        self.prepare(step)?;
-        let mut results = vec![RowResult::default(); step.rows.len()];
-        let mut timing = Timing::default();
-        if self.batch.num_tokens() > 0 {
-            let started = Instant::now();
-            if let Some(size) = self.inputs.replay.filter(|_| self.proposer.is_none()) {
-                self.replay(size)?;
-                timing.forward = started.elapsed();
-                self.verify(None, &mut results)?;
-                timing.sample = started.elapsed() - timing.forward;
-            } else {
-                let hidden = self.forward()?;
-                timing.forward = started.elapsed();
-                self.sample(&hidden)?;
-                self.verify(Some(&hidden), &mut results)?;
-                timing.sample = started.elapsed() - timing.forward;
-                self.propose(&hidden, &mut results)?;
-                timing.propose = started.elapsed() - timing.forward - timing.sample;
-            }
+        self.launch(step)?;
+        self.finish()
+    }
+
+    /// Gives `step` to the device. With a step in flight only if [`may_launch`](Self::may_launch) says so.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn launch(&mut self, step: &Step) -> Result<()> {
+        let launched = Instant::now();
+        let place = step.id as usize % MAX_IN_FLIGHT;
+        if let Some(stopwatches) = &self.stopwatches {
+            stopwatches[place].begin()?;
         }
+        self.prepare(step)?;
+        let is_plain = self.proposer.is_none()
+            && self.inputs.is_plain
+            && self.inputs.logits.len() <= self.sampler.chunk_rows()
+            && self.inputs.rows.iter().all(|row| row.num_drafts == 0);
+        let work = if is_plain {
+            if self.batch.num_tokens() > 0 {
+                self.enqueue(place)?;
+            } else {
+                self.sampler.ask(place, 0)?;
+            }
+            Work::Plain
+        } else {
+            self.run_to_its_end(step)?
+        };
+        if let Some(stopwatches) = &self.stopwatches {
+            stopwatches[place].end()?;
+        }
+        let (rows, logits) = (std::mem::take(&mut self.inputs.rows), std::mem::take(&mut self.inputs.logits));
+        self.in_flight.push_back(InFlight { step: step.id, launched, rows, logits, work });
+        Ok(())
+    }
+
+    /// Whether `step` can be launched now. One of which something must be known that a step in flight will tell cannot.
+    pub fn may_launch(&self, step: &Step) -> bool {
+        let Some(before) = self.in_flight.back() else { return true };
+        let is_plain = |row: &Row| {
+            let admitted = step.admit.iter().find(|admit| admit.slot == row.slot);
+            let changed = match admitted {
+                Some(admit) => {
+                    changes_logits(&admit.sampling, admit.tokens.len().saturating_sub(admit.num_prompt as usize))
+                }
+                None => self.slots.try_state(row.slot).is_none_or(|state| state.changes_logits()),
+            };
+            let tells = row.wants.logprobs != Logprobs::None || row.wants.prompt_logprobs != Logprobs::None;
+            row.num_drafts == 0 && !tells && !changed
+        };
+        // A sequence that loses its slot is still told the token that is being sampled for it.
+        let is_told = |slot: &Slot| {
+            let ended = self.slots.try_state(*slot).is_none_or(|state| state.ended);
+            !ended && before.rows.iter().any(|row| row.slot == *slot && row.wants_token)
+        };
+        self.in_flight.len() < MAX_IN_FLIGHT
+            && matches!(before.work, Work::Plain)
+            && self.proposer.is_none()
+            && step.rows.len() <= self.sampler.chunk_rows()
+            && !step.release.iter().any(is_told)
+            && step.rows.iter().all(is_plain)
+    }
+
+    /// Whether the oldest step in flight would be finished at once.
+    ///
+    /// # Errors
+    /// `Kernel` if the device has failed.
+    pub fn is_done(&self) -> Result<bool> {
+        match self.in_flight.front() {
+            Some(oldest) if matches!(oldest.work, Work::Plain) => self.sampler.has_come(oldest.place()),
+            _ => Ok(true),
+        }
+    }
+
+    /// Waits for the oldest step in flight and answers it.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    ///
+    /// # Panics
+    /// If no step is in flight.
+    pub fn finish(&mut self) -> Result<StepResult> {
+        let mut oldest = self.in_flight.pop_front().expect("a step was launched");
+        std::mem::swap(&mut self.inputs.rows, &mut oldest.rows);
+        std::mem::swap(&mut self.inputs.logits, &mut oldest.logits);
+        let place = oldest.place();
+        let (rows, mut timing) = match oldest.work {
+            Work::Done(rows, timing) => (rows, timing),
+            Work::Plain => {
+                let mut results = vec![RowResult::default(); self.inputs.rows.len()];
+                self.sampler.begin();
+                self.sampler.take(place)?;
+                self.settle(&mut results);
+                // Before the one ahead of it was finished, this one was waiting.
+                let forward = oldest.launched.max(self.finished).elapsed();
+                (results, Timing { forward, ..Timing::default() })
+            }
+        };
+        self.finished = Instant::now();
+        timing.device = match &self.stopwatches {
+            Some(stopwatches) => stopwatches[place].elapsed()?,
+            None => Duration::ZERO,
+        };
         let mut checksum = Checksum::default();
-        for (row, result) in step.rows.iter().zip(&results) {
+        for (row, result) in self.inputs.rows.iter().zip(&rows) {
             checksum.add(&result.accepted);
+            // Drafts of a step to come are not this step's; with a proposer there is none.
             checksum.add_drafts(self.slots.drafts(row.slot));
         }
-        Ok(StepResult { id: step.id, rows: results, checksum: checksum.value(), timing })
+        Ok(StepResult { id: oldest.step, rows, checksum: checksum.value(), timing })
     }
 
     /// Slots, KV blocks and the batch as the step wants them.
@@ -94,18 +213,64 @@ impl Runner {
         self.inputs.build(step, &mut self.slots, &mut self.batch, &self.graphs)
     }
 
-    /// A whole decoding step that was padded to `size`, from a recording once there is one. Nobody looks at its hidden states.
-    fn replay(&mut self, size: usize) -> Result<()> {
+    /// Gives a plain step to the device, decodes from a recording once there is one, and moves its sequences on as if it had run.
+    fn enqueue(&mut self, place: usize) -> Result<()> {
+        let num_rows = self.inputs.logits.len();
+        self.kept_rows.clear();
+        for row in self.inputs.rows.iter().filter(|row| !row.is_inert()) {
+            self.kept_rows.push((row.tokens.end as u32 - 1, row.slot.0));
+        }
         let Runner { model, kv, workspace, comm, batch, inputs, slots, sampler, graphs, .. } = self;
-        sampler.begin();
-        sampler.prepare(&inputs.logits, size, slots)?;
-        graphs.run(size, || {
+        if let Some(size) = inputs.replay {
+            sampler.prepare(&inputs.logits, size, slots)?;
+            graphs.run(size, || {
+                batch.feed_tokens(sampler.picked())?;
+                let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
+                let hidden = model.forward(&mut cx)?;
+                let logits = model.logits(&hidden, &mut cx)?;
+                sampler.pick(&logits, workspace)
+            })?;
+        } else {
+            batch.feed_tokens(sampler.picked())?;
             let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
             let hidden = model.forward(&mut cx)?;
-            let logits = model.logits(&hidden, &mut cx)?;
-            sampler.pick(&logits, workspace)
-        })?;
-        sampler.collect(inputs.logits.len())
+            if num_rows > 0 {
+                sampler.prepare(&inputs.logits, num_rows, slots)?;
+                let (_, width) = hidden.rows_cols();
+                let mut wanted = workspace.take([num_rows, width], hidden.dtype())?;
+                gather_rows(&hidden, &batch.logit_rows(), &mut wanted)?;
+                let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
+                let logits = model.logits(&wanted, &mut cx)?;
+                sampler.pick(&logits, workspace)?;
+            }
+            slots.keep_hidden(&hidden, &self.kept_rows)?;
+        }
+        sampler.ask(place, num_rows)?;
+        for row in inputs.rows.iter().filter(|row| !row.is_inert()) {
+            let state = slots.state_mut(row.slot);
+            state.num_computed += row.num_known();
+            if row.wants_token {
+                (state.num_sampling, state.sampled_by) = (state.num_sampling + 1, row.logits.start);
+            }
+        }
+        Ok(())
+    }
+
+    /// Any other step, to its results.
+    fn run_to_its_end(&mut self, step: &Step) -> Result<Work> {
+        let mut results = vec![RowResult::default(); step.rows.len()];
+        let mut timing = Timing::default();
+        let started = Instant::now();
+        if self.batch.num_tokens() > 0 {
+            let hidden = self.forward()?;
+            timing.forward = started.elapsed();
+            self.sample(&hidden)?;
+            self.verify(&hidden, &mut results)?;
+            timing.sample = started.elapsed() - timing.forward;
+            self.propose(&hidden, &mut results)?;
+            timing.propose = started.elapsed() - timing.forward - timing.sample;
+        }
+        Ok(Work::Done(results, timing))
     }
 
     /// The hidden states of the batch, `[tokens, hidden]`.
@@ -152,115 +317,4 @@ impl Runner {
         }
         Ok(())
     }
-
-    /// Takes over the tokens that hold and moves every sequence on. Without `hidden`, no slot keeps its last row of it.
-    fn verify(&mut self, hidden: Option<&Tensor>, results: &mut [RowResult]) -> Result<()> {
-        self.kept_rows.clear();
-        for (index, result) in results.iter_mut().enumerate() {
-            let row = self.inputs.rows[index].clone();
-            if row.is_inert() {
-                continue;
-            }
-            self.collect_prompt_logprobs(&row, result);
-            let drafts_held = self.accept(&row, result);
-            let computed = row.num_known() + drafts_held;
-            let state = self.slots.state_mut(row.slot);
-            state.num_computed += computed;
-            state.ended |= result.ended.is_some() || result.error.is_some();
-            self.slots.cut_drafts(row.slot, 0);
-            self.kept_rows.push(((row.tokens.start + computed - 1) as u32, row.slot.0));
-        }
-        match hidden {
-            Some(hidden) => self.slots.keep_hidden(hidden, &self.kept_rows),
-            None => Ok(()),
-        }
-    }
-
-    fn collect_prompt_logprobs(&self, row: &PlannedRow, result: &mut RowResult) {
-        for index in row.logits.clone() {
-            let wanted = self.inputs.logits[index];
-            let LogitsOf::Prompt { .. } = wanted.of else { continue };
-            match self.sampler.logprobs(index).filter(|logprobs| !logprobs.token.logprob.is_nan()) {
-                Some(logprobs) => result.prompt_logprobs.push(logprobs.clone()),
-                None => result.error = Some(RowError::NotFinite { position: wanted.position as u32 }),
-            }
-        }
-    }
-
-    /// Appends the sampled tokens up to the first that is no draft, or that ends the sequence. How many drafts held.
-    fn accept(&mut self, row: &PlannedRow, result: &mut RowResult) -> usize {
-        let mut held = 0;
-        for index in row.logits.clone() {
-            let LogitsOf::Next { after_drafts } = self.inputs.logits[index].of else { continue };
-            if result.error.is_some() {
-                break;
-            }
-            let Some(token) = self.sampler.token(index) else {
-                let position = self.inputs.logits[index].position as u32;
-                result.error = Some(RowError::NotFinite { position });
-                break;
-            };
-            held = after_drafts;
-            let draft = self.slots.drafts(row.slot).get(after_drafts).filter(|_| after_drafts < row.num_drafts);
-            let draft_holds = draft.is_some_and(|&draft| draft as TokenId == token);
-            let state = self.slots.state_mut(row.slot);
-            state.accept(token);
-            result.accepted.push(token);
-            result.logprobs.extend(self.sampler.logprobs(index).cloned());
-            result.ended = ends(state, token, self.max_model_len);
-            if result.ended.is_some() || !draft_holds {
-                break;
-            }
-        }
-        held
-    }
-
-    /// Lets the proposer look at every sequence that goes on.
-    fn propose(&mut self, hidden: &Tensor, results: &mut [RowResult]) -> Result<()> {
-        let Some(proposer) = &mut self.proposer else { return Ok(()) };
-        self.propose_rows.clear();
-        for (row, result) in self.inputs.rows.iter().zip(&*results) {
-            let state = self.slots.state(row.slot);
-            if row.is_inert() || state.ended {
-                continue;
-            }
-            let held = row.num_known() + result.accepted.len().saturating_sub(1);
-            self.propose_rows.push(ProposeRow {
-                slot: row.slot,
-                hidden: row.tokens.start..row.tokens.start + held,
-                wants_drafts: row.wants_token,
-                // The last token that may come is always sampled, not drafted.
-                room: state.room(self.max_model_len).saturating_sub(1),
-            });
-        }
-        proposer.propose(&mut Propose {
-            rows: &self.propose_rows,
-            slots: &mut self.slots,
-            hidden,
-            forward: Forward {
-                batch: &self.batch,
-                kv: &mut self.kv,
-                workspace: &self.workspace,
-                comm: &*self.comm,
-                target_hidden: Some(hidden),
-                taps: &mut [],
-            },
-        })?;
-        for row in &self.propose_rows {
-            self.slots.cut_drafts(row.slot, if row.wants_drafts { row.room } else { 0 });
-        }
-        for (row, result) in self.inputs.rows.iter().zip(results) {
-            result.num_drafts = self.slots.drafts(row.slot).len() as u32;
-        }
-        Ok(())
-    }
-}
-
-/// Whether `token`, just appended, ends its sequence. A stop token is more than the length it comes at.
-fn ends(state: &SlotState, token: TokenId, max_model_len: usize) -> Option<FinishReason> {
-    // Before min_tokens they are masked, so that one here may stop.
-    if state.sampling.stop_tokens.contains(&token) {
-        return Some(FinishReason::Stop);
-    }
-    (state.room(max_model_len) == 0).then_some(FinishReason::Length)
 }

@@ -29,7 +29,8 @@ pub(crate) fn logit_rows(device: &Device) -> usize {
 pub(crate) struct Sampler {
     params: RowParams,
     ids: Tensor,
-    ids_on_host: Readback<i32>,
+    /// In turn, since a step may be given to the device before the tokens of the one before have been looked at.
+    ids_on_host: [Readback<i32>; 2],
     /// One per row of the step; -1 where the logits were not finite.
     tokens: Vec<i32>,
     logprobs: Vec<Option<TokenLogprobs>>,
@@ -44,7 +45,7 @@ impl Sampler {
         Ok(Sampler {
             params: RowParams::new(device, chunk_rows)?,
             ids: Tensor::zeros(device, "sampled tokens", [chunk_rows], DType::I32)?,
-            ids_on_host: Readback::new(device, chunk_rows)?,
+            ids_on_host: [Readback::new(device, chunk_rows)?, Readback::new(device, chunk_rows)?],
             tokens: Vec::with_capacity(max_rows),
             logprobs: Vec::with_capacity(max_rows),
             seen: Vec::new(),
@@ -146,11 +147,38 @@ impl Sampler {
     }
 
     /// Waits for the tokens of the next `num_rows` rows of the step.
+    fn collect(&mut self, num_rows: usize) -> Result<()> {
+        self.ask(0, num_rows)?;
+        self.take(0)
+    }
+
+    /// What was picked last, on the device.
+    pub fn picked(&self) -> &Tensor {
+        &self.ids
+    }
+
+    /// Asks for the tokens of `num_rows` rows that were just picked, to be [taken](Self::take). There are two places, 0 and 1.
+    ///
+    /// # Errors
+    /// `Kernel` if the device fails.
+    pub fn ask(&mut self, place: usize, num_rows: usize) -> Result<()> {
+        Ok(self.ids_on_host[place].begin(&self.ids.rows(0..num_rows))?)
+    }
+
+    /// Whether what was asked for has come.
     ///
     /// # Errors
     /// `Kernel` if the device failed.
-    pub fn collect(&mut self, num_rows: usize) -> Result<()> {
-        self.tokens.extend_from_slice(self.ids_on_host.read(&self.ids.rows(0..num_rows))?);
+    pub fn has_come(&self, place: usize) -> Result<bool> {
+        Ok(self.ids_on_host[place].is_done()?)
+    }
+
+    /// Waits for what was asked for: tokens of the step's next rows.
+    ///
+    /// # Errors
+    /// `Kernel` if the device failed.
+    pub fn take(&mut self, place: usize) -> Result<()> {
+        self.tokens.extend_from_slice(self.ids_on_host[place].wait()?);
         self.logprobs.resize(self.tokens.len(), None);
         Ok(())
     }

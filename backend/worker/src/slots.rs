@@ -31,6 +31,8 @@ pub(crate) struct SlotSizes {
 /// All slots of a rank.
 pub struct Slots {
     sizes: SlotSizes,
+    /// Sequences admitted so far.
+    num_admitted: u64,
     states: Vec<Option<SlotState>>,
     /// `[slots, max_blocks]`; entries past a slot's `num_blocks` mean nothing.
     block_tables: Tensor,
@@ -45,12 +47,18 @@ pub struct Slots {
 /// One sequence, on the host.
 #[derive(Clone, Debug)]
 pub(crate) struct SlotState {
+    /// No two sequences of a rank have the same.
+    pub serial: u64,
     /// Prompt and verified output. The KV of the last one is not computed yet once the prompt is done.
     pub tokens: Vec<TokenId>,
     /// Where the output begins.
     pub num_prompt: usize,
-    /// Leading tokens whose KV holds.
+    /// Leading tokens whose KV holds, or will once the steps in flight have run.
     pub num_computed: usize,
+    /// Tokens after `tokens` that steps in flight sample: none or one when a step is planned.
+    pub num_sampling: usize,
+    /// The row of the last step's samples that the latest of them comes from.
+    pub sampled_by: usize,
     /// Of them, those that another sequence computed.
     pub num_cached: usize,
     pub num_blocks: usize,
@@ -71,18 +79,12 @@ impl SlotState {
     }
 
     pub fn penalties(&self) -> Penalties {
-        Penalties {
-            repetition: self.sampling.repetition_penalty,
-            presence: self.sampling.presence_penalty,
-            frequency: self.sampling.frequency_penalty,
-        }
+        penalties(&self.sampling)
     }
 
-    /// Whether biases, masks or penalties apply to the next token.
+    /// Whether biases, masks or penalties apply to the next token. With a token being sampled perhaps without need.
     pub fn changes_logits(&self) -> bool {
-        !self.sampling.logit_bias.is_empty()
-            || self.num_output() < self.sampling.min_tokens as usize
-            || self.penalties() != Penalties::NONE
+        changes_logits(&self.sampling, self.num_output())
     }
 
     pub fn num_output(&self) -> usize {
@@ -109,6 +111,7 @@ impl Slots {
         let SlotSizes { num_slots, max_blocks, max_drafts, hidden, dtype, .. } = sizes;
         Ok(Slots {
             sizes,
+            num_admitted: 0,
             states: vec![None; num_slots],
             block_tables: Tensor::zeros(&Device::Cpu, "block tables", [num_slots, max_blocks], DType::I32)?,
             drafts: Tensor::zeros(&Device::Cpu, "drafts", [num_slots, max_drafts.max(1)], DType::I32)?,
@@ -183,6 +186,11 @@ impl Slots {
         state.as_mut().ok_or_else(|| bad("taken by a sequence".into()))
     }
 
+    /// The sequence in a slot, if there is such a slot and it is taken.
+    pub(crate) fn try_state(&self, slot: Slot) -> Option<&SlotState> {
+        self.states.get(slot.0 as usize)?.as_ref()
+    }
+
     /// The sequence in a slot that the step's rows have named before.
     pub(crate) fn state(&self, slot: Slot) -> &SlotState {
         self.states[slot.0 as usize].as_ref().expect("checked when the batch was built")
@@ -239,10 +247,14 @@ impl Slots {
         let most = num_tokens + (admit.sampling.max_tokens as usize).min(max_model_len - num_tokens);
         let mut tokens = Vec::with_capacity(most);
         tokens.extend_from_slice(&admit.tokens);
+        self.num_admitted += 1;
         let mut state = SlotState {
+            serial: self.num_admitted,
             tokens,
             num_prompt,
             num_computed: num_cached,
+            num_sampling: 0,
+            sampled_by: 0,
             num_cached,
             num_blocks: 0,
             sampling: admit.sampling.clone(),
@@ -283,6 +295,21 @@ impl Slots {
             *entry = block.0 as i32;
         }
         Ok(())
+    }
+}
+
+/// Whether logits are changed before the token after `num_output` others is picked.
+pub(crate) fn changes_logits(sampling: &SamplingParams, num_output: usize) -> bool {
+    !sampling.logit_bias.is_empty()
+        || num_output < sampling.min_tokens as usize
+        || penalties(sampling) != Penalties::NONE
+}
+
+fn penalties(sampling: &SamplingParams) -> Penalties {
+    Penalties {
+        repetition: sampling.repetition_penalty,
+        presence: sampling.presence_penalty,
+        frequency: sampling.frequency_penalty,
     }
 }
 

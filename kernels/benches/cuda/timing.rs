@@ -35,7 +35,7 @@ impl Timer {
         work()?; // loads kernels and makes plans, which a capture must not
         self.gpu.synchronize()?;
         let graph = Graph::capture(&self.gpu, work)?;
-        let (begin, end) = (Event::new(&self.gpu)?, Event::new(&self.gpu)?);
+        let (begin, end) = (Event::timed(&self.gpu)?, Event::timed(&self.gpu)?);
         for _ in 0..WARM_UPS {
             graph.launch()?;
         }

@@ -4,6 +4,8 @@ mod cpu;
 pub mod cuda;
 mod recording;
 mod staging;
+mod stopwatch;
+mod uploads;
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -14,6 +16,8 @@ use cuda::CudaBuffer;
 pub use cuda::CudaDevice;
 pub use recording::Recording;
 pub use staging::{Readback, Staged, Staging};
+pub use stopwatch::Stopwatch;
+pub use uploads::{Upload, Uploads};
 
 use crate::error::Result;
 

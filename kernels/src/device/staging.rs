@@ -1,6 +1,6 @@
 //! Small inputs of a step: filled on the host, sent to the device in one copy; and small results on their way back.
 
-use std::ops::{Deref, Range};
+use std::ops::{Deref, DerefMut, Range};
 
 use super::Device;
 use super::cuda::{Event, Pinned};
@@ -38,6 +38,13 @@ impl Deref for Staged {
 
     fn deref(&self) -> &Tensor {
         &self.tensor
+    }
+}
+
+/// For ops; what the host fills goes by way of the staging.
+impl DerefMut for Staged {
+    fn deref_mut(&mut self) -> &mut Tensor {
+        &mut self.tensor
     }
 }
 
@@ -131,7 +138,7 @@ pub struct Readback<T: Element> {
 
 enum Place<T: Element> {
     Host(Vec<T>),
-    Pinned(Pinned<T>),
+    Pinned { elements: Pinned<T>, len: usize, arrived: Event },
 }
 
 impl<T: Element> Readback<T> {
@@ -142,37 +149,82 @@ impl<T: Element> Readback<T> {
     pub fn new(device: &Device, len: usize) -> Result<Self> {
         let place = match device {
             Device::Cpu => Place::Host(Vec::with_capacity(len)),
-            Device::Cuda(gpu) => Place::Pinned(Pinned::zeroed(gpu, len)?),
+            Device::Cuda(gpu) => Place::Pinned { elements: Pinned::zeroed(gpu, len)?, len: 0, arrived: Event::new(gpu)? },
         };
         Ok(Readback { place })
     }
 
-    /// The elements of `from`, once all work before has run.
+    /// Asks for the elements of `from` as they are once all work before has run. What was asked for before must have been
+    /// [waited for](Self::wait).
     ///
     /// # Errors
-    /// `Driver`, also if that work failed.
+    /// `Driver`.
     ///
     /// # Panics
     /// If `from` is larger than the place, or of another dtype.
-    pub fn read(&mut self, from: &Tensor) -> Result<&[T]> {
+    pub fn begin(&mut self, from: &Tensor) -> Result<()> {
         assert!(from.dtype() == T::DTYPE, "tensor of {} read as {}", from.dtype(), T::DTYPE);
-        let len = from.shape().num_elements();
         match (&mut self.place, from.device()) {
-            (Place::Pinned(pinned), Device::Cuda(gpu)) => {
-                let room = &mut pinned.as_mut_slice()[..len];
-                // SAFETY: `from` holds these bytes, any of which are values of an `Element`.
+            (Place::Pinned { elements, len, arrived }, Device::Cuda(gpu)) => {
+                *len = from.shape().num_elements();
+                let room = &mut elements.as_mut_slice()[..*len];
+                // SAFETY: `from` holds these bytes, any of which are values of an `Element`; nobody looks at the room before the event.
                 unsafe {
                     let bytes = std::slice::from_raw_parts_mut(room.as_mut_ptr().cast::<u8>(), from.size_bytes());
-                    gpu.read(from.device_address() as *const u8, bytes)?;
+                    gpu.read_later(from.device_address() as *const u8, bytes)?;
                 }
-                Ok(&pinned.as_slice()[..len])
+                arrived.record()
             }
             (Place::Host(host), _) => {
                 host.clear();
                 host.extend_from_slice(from.as_slice());
-                Ok(host)
+                Ok(())
             }
-            (Place::Pinned(_), Device::Cpu) => unreachable!("results come from the device the place was made for"),
+            (Place::Pinned { .. }, Device::Cpu) => unreachable!("results come from the device the place was made for"),
         }
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once.
+    ///
+    /// # Errors
+    /// `Driver`, also if the work before failed.
+    pub fn is_done(&self) -> Result<bool> {
+        match &self.place {
+            Place::Host(_) => Ok(true),
+            Place::Pinned { arrived, .. } => arrived.is_past(),
+        }
+    }
+
+    /// What was asked for.
+    ///
+    /// # Errors
+    /// `Driver`, also if the work before failed.
+    pub fn wait(&mut self) -> Result<&[T]> {
+        match &self.place {
+            Place::Host(host) => Ok(host),
+            Place::Pinned { elements, len, arrived } => {
+                arrived.wait()?;
+                Ok(&elements.as_slice()[..*len])
+            }
+        }
+    }
+
+    /// [`begin`](Self::begin) and [`wait`](Self::wait).
+    ///
+    /// # Errors
+    /// As both.
+    ///
+    /// # Panics
+    /// As [`begin`](Self::begin).
+    pub fn read(&mut self, from: &Tensor) -> Result<&[T]> {
+        self.begin(from)?;
+        self.wait()
+    }
+}
+
+impl<T: Element> Drop for Readback<T> {
+    fn drop(&mut self) {
+        // The place must outlive a copy into it; an error has no one to go to.
+        let _ = self.wait();
     }
 }

@@ -4,6 +4,7 @@ pub mod add_bias;
 pub mod attention;
 pub mod copy_rows;
 pub mod embed;
+pub mod feed_tokens;
 pub mod gather_rows;
 pub mod kv_write;
 pub mod logprobs;

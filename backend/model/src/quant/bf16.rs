@@ -30,6 +30,12 @@ impl QuantScheme for Unquantized {
             let mut weight = Bf16Weight::new(at.device(), out, inputs)?;
             let mut values = Vec::new();
             read(&pieces, &formats, in_features, &mut |first, stored, rows| {
+                if stored == Stored::BF16
+                    && cfg!(target_endian = "little")
+                    && let Some(mut on_device) = weight.device_rows(first..first + rows.num_rows)
+                {
+                    return Ok(rows.upload.send(0..rows.bytes.len(), &mut on_device)?);
+                }
                 values.resize(rows.num_rows * rows.cols, bf16::ZERO);
                 stored.to_bf16(rows.bytes, &mut values);
                 Ok(weight.write_rows(first, &values)?)

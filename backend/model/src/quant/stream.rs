@@ -61,8 +61,9 @@ impl<Q: Copy + Default + Send> Codes<Q> {
         group: usize,
         encode: &(dyn Fn(&[f32], &mut RowCodes<'_, Q>) + Sync),
     ) {
-        let groups = rows.cols / group;
-        self.values.resize(rows.num_rows * rows.cols, Q::default());
+        let cols = rows.cols;
+        let groups = cols / group;
+        self.values.resize(rows.num_rows * cols, Q::default());
         self.scales.resize(rows.num_rows * groups, 0.0);
         self.offsets.resize(rows.num_rows * groups, 0.0);
         let values = self.values.chunks_mut(rows.cols);
@@ -73,7 +74,7 @@ impl<Q: Copy + Default + Send> Codes<Q> {
         parallel_for(tasks.len(), &|i| {
             let task = tasks[i].lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some((bytes, mut codes)) = task {
-                let mut row = vec![0.0; rows.cols];
+                let mut row = vec![0.0; cols];
                 stored.to_f32(bytes, &mut row);
                 encode(&row, &mut codes);
             }

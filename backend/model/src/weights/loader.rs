@@ -1,10 +1,12 @@
 //! A place in a checkpoint, and what is read there.
 //!
-//! Tensors are streamed in pieces of whole rows through one reused buffer, so loading needs little more memory than the weights.
+//! Tensors are streamed in pieces of whole rows through a few reused buffers, so loading needs little more memory than the weights.
+//! On the way to a GPU the next piece is read while the one before is sent.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::{Arc, Mutex};
 
+use drafthorse_kernels::device::{Upload, Uploads};
 use drafthorse_kernels::ops::rope::RopeTable;
 use drafthorse_kernels::pool::parallel_chunks;
 use drafthorse_kernels::{DType, Device, Tensor};
@@ -17,8 +19,16 @@ use crate::config::ModelConfig;
 use crate::error::{ModelError, Result, TensorProblem};
 use crate::quant::Schemes;
 
-/// A piece of a tensor in memory: large enough for a disk, small beside any weight.
-const PIECE_BYTES: usize = 8 << 20;
+/// A piece of a tensor in memory: large enough for a disk and for all threads to share, small beside any weight.
+fn piece_bytes(device: &Device) -> usize {
+    match device {
+        Device::Cpu => 8 << 20,
+        Device::Cuda(_) => 32 << 20,
+    }
+}
+
+/// Where a model is built that is only looked at: nothing is written there, so it costs nothing.
+static NOWHERE: Device = Device::Cpu;
 
 /// What one thread reads at a time.
 const READ_BYTES: usize = 1 << 20;
@@ -43,9 +53,9 @@ pub(crate) struct LoadContext<'a> {
     /// Index of the model's first layer in the KV cache; above 0 for drafters.
     pub(crate) first_kv_layer: usize,
     pub(crate) progress: Option<&'a dyn Fn(LoadProgress)>,
-    buffer: RefCell<Vec<u8>>,
+    uploads: RefCell<Option<Uploads>>,
     weight_bytes: Cell<usize>,
-    /// Made once, for all layers and for both passes over the checkpoint.
+    /// Made once for all layers.
     rope: OnceCell<Arc<RopeTable>>,
 }
 
@@ -66,7 +76,7 @@ impl<'a> LoadContext<'a> {
             place: Place::ALONE,
             first_kv_layer: 0,
             progress: None,
-            buffer: RefCell::default(),
+            uploads: RefCell::default(),
             weight_bytes: Cell::new(0),
             rope: OnceCell::new(),
         }
@@ -77,7 +87,6 @@ impl<'a> LoadContext<'a> {
     /// # Errors
     /// All tensors that are missing or misshapen at once, and whatever `build` returns.
     pub(crate) fn checked<T>(&'a self, build: impl Fn(&Loader<'a>) -> Result<T>) -> Result<T> {
-        // Memory that nothing is written to costs nothing.
         self.checkpoint.set_checking(true);
         build(&self.root())?;
         self.checkpoint.verdict()?;
@@ -122,6 +131,8 @@ pub struct Rows<'a> {
     pub num_rows: usize,
     pub cols: usize,
     pub bytes: &'a [u8],
+    /// What holds `bytes` as its first.
+    pub upload: &'a Upload<'a>,
 }
 
 impl<'a> Loader<'a> {
@@ -140,8 +151,9 @@ impl<'a> Loader<'a> {
         self.context.config
     }
 
+    /// Where weights go.
     pub fn device(&self) -> &'a Device {
-        self.context.device
+        if self.context.checkpoint.is_checking() { &NOWHERE } else { self.context.device }
     }
 
     /// What activations are stored in.
@@ -158,6 +170,9 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// If the device is out of memory.
     pub(crate) fn rope_table(&self) -> Result<Arc<RopeTable>> {
+        if self.context.checkpoint.is_checking() {
+            return Ok(Arc::new(RopeTable::new(self.device(), &self.config().rope)?));
+        }
         let cached = &self.context.rope;
         if cached.get().is_none() {
             // Nothing else sets it meanwhile: a loader stays on its thread.
@@ -252,13 +267,13 @@ impl<'a> Loader<'a> {
         let name = self.at(tensor).path;
         let row_bytes = cols * element_bytes;
         let wanted = slice.cols.start * element_bytes..slice.cols.end * element_bytes;
-        let rows_a_piece = (PIECE_BYTES / row_bytes).clamp(1, slice.rows.len());
-        let mut buffer = self.context.buffer.take();
-        buffer.resize(buffer.len().max(rows_a_piece * row_bytes), 0);
+        let rows_a_piece = (piece_bytes(self.device()) / row_bytes).clamp(1, slice.rows.len());
+        let mut uploads = self.context.uploads.take().unwrap_or_else(|| Uploads::new(self.device()));
 
         for start in slice.rows.clone().step_by(rows_a_piece) {
             let num_rows = rows_a_piece.min(slice.rows.end - start);
-            let piece = &mut buffer[..num_rows * row_bytes];
+            let mut upload = uploads.piece(num_rows * row_bytes)?;
+            let piece = upload.bytes_mut();
             read_parallel(checkpoint, &name, (start * row_bytes) as u64, piece)?;
             if wanted.len() < row_bytes {
                 for row in 0..num_rows {
@@ -266,13 +281,13 @@ impl<'a> Loader<'a> {
                     piece.copy_within(from + wanted.start..from + wanted.end, row * wanted.len());
                 }
             }
-            let bytes = &piece[..num_rows * wanted.len()];
-            each(Rows { first: start - slice.rows.start, num_rows, cols: slice.cols.len(), bytes })?;
+            let (first, cols) = (start - slice.rows.start, slice.cols.len());
+            each(Rows { first, num_rows, cols, bytes: &upload.bytes()[..num_rows * wanted.len()], upload: &upload })?;
             if let Some(progress) = self.context.progress {
                 progress(checkpoint.progress());
             }
         }
-        self.context.buffer.replace(buffer);
+        self.context.uploads.replace(Some(uploads));
         Ok(())
     }
 

@@ -1,5 +1,6 @@
 //! The worker through its link, driven by a small engine of dice.
 
+mod ahead;
 mod engine;
 mod failing;
 mod fake;

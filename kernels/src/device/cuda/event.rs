@@ -18,11 +18,25 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
+    /// A mark that can be waited for; recording it costs least.
+    ///
     /// # Errors
     /// `Driver`.
     pub fn new(device: &Arc<CudaDevice>) -> Result<Self> {
+        Event::with(device, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// A mark for [`until`](Self::until) too.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn timed(device: &Arc<CudaDevice>) -> Result<Self> {
+        Event::with(device, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with(device: &Arc<CudaDevice>, flags: sys::CUevent_flags) -> Result<Self> {
         device.bind()?;
-        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
+        let event = result::event::create(flags)
             .map_err(|source| KernelError::Driver { what: "cuEventCreate", source })?;
         Ok(Event { device: device.clone(), event })
     }
@@ -47,7 +61,19 @@ impl Event {
             .map_err(|source| KernelError::Driver { what: "cuEventSynchronize", source })
     }
 
-    /// Device time from this mark to `end`; waits for `end`.
+    /// Whether the stream has passed this mark.
+    ///
+    /// # Errors
+    /// `Driver`, also if work before the mark failed.
+    pub fn is_past(&self) -> Result<bool> {
+        // SAFETY: the event lives.
+        match unsafe { sys::cuEventQuery(self.event) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => answer.result().map(|()| true).map_err(|source| KernelError::Driver { what: "cuEventQuery", source }),
+        }
+    }
+
+    /// Device time from this mark to `end`, both [timed](Self::timed); waits for `end`.
     ///
     /// # Errors
     /// `Driver`.

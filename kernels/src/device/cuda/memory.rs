@@ -79,6 +79,20 @@ impl CudaDevice {
             .map_err(|source| KernelError::Driver { what: "cuMemcpyDtoDAsync", source })
     }
 
+    /// Puts a copy to page-locked memory on the stream.
+    ///
+    /// # Safety
+    /// `from` must be the start of `to.len()` bytes of this device's memory, and `to` must be left alone until the stream has passed.
+    pub(crate) unsafe fn read_later(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
+        self.bind()?;
+        if to.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { result::memcpy_dtoh_async(to, from as sys::CUdeviceptr, self.stream) }
+            .map_err(|source| KernelError::Driver { what: "cuMemcpyDtoHAsync", source })
+    }
+
     /// Copies to the host, after all work before it.
     ///
     /// # Safety

@@ -1,5 +1,6 @@
 //! Few rows by `few_rows.cu`, many by cuBLASLt. `mid_rows.cu` is not yet as fast as either and is chosen by name alone.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
@@ -8,7 +9,7 @@ use crate::device::Device;
 use crate::device::cuda::{CudaDevice, Launch, Product};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, ViewMut};
 
 const OP: &str = "matmul_bf16";
 
@@ -72,6 +73,10 @@ impl Rows {
     pub(super) fn dims(&self) -> [usize; 2] {
         let (out, inputs) = self.tensor.rows_cols();
         [out, inputs]
+    }
+
+    pub(super) fn rows_mut(&mut self, rows: Range<usize>) -> ViewMut<'_> {
+        self.tensor.rows_mut(rows)
     }
 
     pub(super) fn write(&mut self, first: usize, values: &[bf16]) -> Result<()> {

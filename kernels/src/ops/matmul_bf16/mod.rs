@@ -2,13 +2,15 @@
 
 pub mod cuda;
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::matmul::{self, Format, Packed};
 use crate::device::Device;
 use crate::error::Result;
 use crate::simd::F32x16;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, ViewMut};
 use crate::workspace::Workspace;
 
 /// A weight `[out, in]`, laid out for the device it is on.
@@ -44,6 +46,17 @@ impl Bf16Weight {
         match &mut self.form {
             Form::Packed(packed) => packed.write_rows(first, values),
             Form::Rows(rows) => rows.write(first, values),
+        }
+    }
+
+    /// Whole rows as they lie on a GPU, to be sent there; `None` on the CPU, where weights are packed.
+    ///
+    /// # Panics
+    /// If the range is outside the weight.
+    pub fn device_rows(&mut self, rows: Range<usize>) -> Option<ViewMut<'_>> {
+        match &mut self.form {
+            Form::Packed(_) => None,
+            Form::Rows(weight) => Some(weight.rows_mut(rows)),
         }
     }
 
