@@ -73,6 +73,9 @@ pub(crate) fn small() -> WorkerConfig {
 pub(crate) struct Engine {
     link: ChannelLink,
     ready: Ready,
+    /// Slots, and tokens of a step.
+    pub max_seqs: u32,
+    pub max_tokens: usize,
     next_step: u64,
     /// Sequences admitted and not yet released, from one call to the next.
     stale: Vec<Slot>,
@@ -94,7 +97,10 @@ struct Running {
 
 impl Engine {
     pub fn new((ready, link): (Ready, ChannelLink)) -> Self {
-        Engine { link, ready, next_step: 1, stale: Vec::new(), num_steps: 0, num_drafts: 0, num_held: 0 }
+        let WorkerConfig { max_num_seqs: max_seqs, max_num_batched_tokens, .. } = small();
+        let max_tokens = max_num_batched_tokens as usize;
+        let (num_steps, num_drafts, num_held) = (0, 0, 0);
+        Engine { link, ready, max_seqs, max_tokens, next_step: 1, stale: Vec::new(), num_steps, num_drafts, num_held }
     }
 
     /// Runs all jobs to their ends.
@@ -105,7 +111,7 @@ impl Engine {
         let mut running: Vec<Running> = Vec::new();
         let mut free_blocks: Vec<BlockId> = (0..self.ready.num_blocks).map(BlockId).collect();
         free_blocks.shuffle(&mut rng);
-        let mut free_slots: Vec<Slot> = (0..8).map(Slot).collect();
+        let mut free_slots: Vec<Slot> = (0..self.max_seqs).map(Slot).collect();
         while !(waiting.is_empty() && running.is_empty()) {
             let mut step = Step { id: self.next_step, release: std::mem::take(&mut self.stale), ..Step::default() };
             free_slots.retain(|slot| !step.release.contains(slot));
@@ -137,7 +143,7 @@ impl Engine {
                 });
             }
             let mut planned = Vec::new();
-            let mut left = 256;
+            let mut left = self.max_tokens;
             for (index, run) in running.iter_mut().enumerate() {
                 if rng.random_bool(schedule.skip) {
                     continue;
