@@ -22,6 +22,7 @@ pub struct Engine {
     commands: Sender<Command>,
     shared: Arc<Shared>,
     limits: Limits,
+    weight_bytes: u64,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -85,7 +86,8 @@ impl Engine {
                 driver.run();
             })
             .map_err(EngineError::Thread)?;
-        Ok(Engine { commands, shared, limits, thread: Mutex::new(Some(thread)) })
+        let weight_bytes = ready.weight_bytes;
+        Ok(Engine { commands, shared, limits, weight_bytes, thread: Mutex::new(Some(thread)) })
     }
 
     /// Puts a request in the queue. From then on its sink gets its events, the last one always.
@@ -136,6 +138,11 @@ impl Engine {
 
     pub fn limits(&self) -> Limits {
         self.limits
+    }
+
+    /// Bytes of the model's weights, as the ranks said.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
     }
 
     /// Takes no new requests; those it has go on. Done when [`is_idle`](Self::is_idle).

@@ -22,6 +22,8 @@ pub struct Stats {
     pub steps: u64,
     /// Time rank 0 spent on all steps.
     pub step_time: Duration,
+    /// Time its GPU was busy with them, if that is measured.
+    pub device_time: Duration,
     /// Steps by time, see [`STEP_TIME_BOUNDS_MS`]; not cumulative.
     pub step_time_buckets: [u64; STEP_TIME_BOUNDS_MS.len() + 1],
     /// Processor time of the engine thread between steps: planning, committing, delivering.
@@ -91,6 +93,7 @@ pub(crate) struct Shared {
     pub(crate) cached_blocks: AtomicUsize,
     pub(crate) counters: Counters,
     step_nanos: AtomicU64,
+    device_nanos: AtomicU64,
     step_time_buckets: [AtomicU64; STEP_TIME_BOUNDS_MS.len() + 1],
     scheduler_nanos: AtomicU64,
     end: Mutex<End>,
@@ -116,10 +119,11 @@ impl Shared {
         self.live.load(SeqCst)
     }
 
-    pub(crate) fn step_took(&self, time: Duration) {
+    pub(crate) fn step_took(&self, time: Duration, device: Duration) {
         let bucket = STEP_TIME_BOUNDS_MS.partition_point(|&bound| Duration::from_millis(bound) < time);
         add(&self.step_time_buckets[bucket], 1);
         add(&self.step_nanos, time.as_nanos() as usize);
+        add(&self.device_nanos, device.as_nanos() as usize);
         add(&self.counters.steps, 1);
     }
 
@@ -136,6 +140,7 @@ impl Shared {
             free_blocks: self.free_blocks.load(Relaxed),
             cached_blocks: self.cached_blocks.load(Relaxed),
             step_time: Duration::from_nanos(self.step_nanos.load(Relaxed)),
+            device_time: Duration::from_nanos(self.device_nanos.load(Relaxed)),
             scheduler_time: Duration::from_nanos(self.scheduler_nanos.load(Relaxed)),
             ..Stats::default()
         };
@@ -187,7 +192,7 @@ mod tests {
     fn a_step_is_counted_in_the_bucket_whose_bound_it_reaches() {
         let shared = Shared::default();
         for ms in [0, 1, 3, 100, 5000] {
-            shared.step_took(Duration::from_millis(ms));
+            shared.step_took(Duration::from_millis(ms), Duration::ZERO);
         }
         let stats = shared.read();
         assert_eq!(stats.step_time_buckets, [2, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]);

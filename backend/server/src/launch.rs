@@ -33,7 +33,10 @@ pub fn load(dir: &ModelDir, version: u64, path: &Path, config: &ServerConfig) ->
     check_device(&dir.config, &settings)?;
     let worker = worker_config(&settings, path, config.num_threads)?;
     let engine_config = engine_config(&settings, &dir.config)?;
-    let text = ModelText::from_dir(path)?;
+    let text = match is_made_up(&settings)? && !path.join("tokenizer.json").is_file() {
+        true => ModelText::made_up(path)?,
+        false => ModelText::from_dir(path)?,
+    };
 
     let failed = |error: &dyn std::error::Error| ServerError::CannotStart { reason: chain(error) };
     let (ready, link) = drafthorse_worker::spawn(worker, log_progress(dir.name.clone())).map_err(|e| failed(&e))?;
@@ -86,8 +89,10 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             DeviceKind::Cpu => 0.0,
             DeviceKind::Cuda(_) => settings.parse("memory_fraction", "a share of a GPU's memory, 0 to 1")?,
         },
-        random_weights: false,
+        random_weights: is_made_up(settings)?,
         eager: settings.parse_bool("eager")?,
+        pipeline_depth: None,
+        time_device: settings.parse_bool("time_device")?,
         num_threads,
         speculate: SpeculateConfig {
             method: settings.text("speculate_method").to_owned(),
@@ -95,6 +100,10 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             max_ngram_size: settings.parse("speculate_max_ngram_size", COUNT)?,
         },
     })
+}
+
+fn is_made_up(settings: &Settings) -> Result<bool> {
+    settings.choose("load_format", &[("auto", false), ("dummy", true)])
 }
 
 /// `auto` is the CPU as long as not every scheme has kernels for a GPU.

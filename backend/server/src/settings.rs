@@ -17,11 +17,19 @@ pub struct Setting {
     /// As in `config.pbtxt`; the flag has dashes, the environment variable is `DRAFTHORSE_` and capitals.
     pub name: &'static str,
     pub default: &'static str,
+    /// The default on a GPU, where it is another.
+    pub on_gpu: &'static str,
     pub help: &'static str,
 }
 
 const fn setting(name: &'static str, default: &'static str, help: &'static str) -> Setting {
-    Setting { name, default, help }
+    Setting { name, default, on_gpu: default, help }
+}
+
+impl Setting {
+    const fn on_gpu(self, default: &'static str) -> Setting {
+        Setting { on_gpu: default, ..self }
+    }
 }
 
 /// Every setting of a model. An empty default means that it follows from the model or the machine.
@@ -34,10 +42,11 @@ pub const SETTINGS: &[Setting] = &[
         "",
         "weights that share a scale: 32, 64, 128, or -1 for a whole row; default by quant_type",
     ),
-    setting("max_num_seqs", "64", "most sequences in one step"),
-    setting("max_num_batched_tokens", "512", "most tokens in one step, over all sequences"),
+    setting("load_format", "auto", "auto, or dummy: weights are made up, for measuring; then no tokenizer is needed"),
+    setting("max_num_seqs", "64", "most sequences in one step").on_gpu("256"),
+    setting("max_num_batched_tokens", "512", "most tokens in one step, over all sequences").on_gpu("8192"),
     setting("max_model_len", "", "most tokens of a prompt and its output; default the model's context"),
-    setting("block_size", "16", "tokens in a block of KV cache, a power of two"),
+    setting("block_size", "16", "tokens in a block of KV cache, a power of two").on_gpu("64"),
     setting("kv_cache_bytes", "512M", "size of the KV cache; K, M and G stand for powers of 1024"),
     setting(
         "memory_fraction",
@@ -45,6 +54,7 @@ pub const SETTINGS: &[Setting] = &[
         "share of a GPU's memory that the model may take, the KV cache what is left of it; 0: as kv_cache_bytes says",
     ),
     setting("eager", "false", "run decoding steps on a GPU op by op, not as recorded graphs"),
+    setting("time_device", "false", "measure how long a GPU is busy with each step"),
     setting("memory_bytes", "", "bound on weights, workspace and KV cache together; default none"),
     setting("max_step_time_ms", "100", "longest step while a stream is decoding; prompts are cut so that it holds"),
     setting("max_waiting", "1024", "requests that may wait for a slot; further ones are refused"),
@@ -110,7 +120,7 @@ impl Settings {
                 return Err(ServerError::UnknownSetting { name: name.clone(), hint: nearest_hint(name, known()) });
             }
         }
-        let resolve = |setting: &Setting| {
+        let resolve = |setting: &Setting, on_gpu: bool| {
             let parameter = parameters.get(setting.name).map(|parameter| parameter.string_value.clone());
             let flag = || flags.values.get(setting.name).cloned();
             let (value, source) = if let Some(value) = parameter {
@@ -120,11 +130,14 @@ impl Settings {
             } else if let Some(value) = environment(&environment_name(setting.name)) {
                 (value, Source::Environment)
             } else {
-                (setting.default.to_owned(), Source::Default)
+                (if on_gpu { setting.on_gpu } else { setting.default }.to_owned(), Source::Default)
             };
             Resolved { name: setting.name, value: value.trim().to_owned(), source }
         };
-        Ok(Settings { resolved: SETTINGS.iter().map(resolve).collect() })
+        let device =
+            SETTINGS.iter().find(|setting| setting.name == "device").map(|device| resolve(device, false).value);
+        let on_gpu = device.is_some_and(|device| device.starts_with("cuda"));
+        Ok(Settings { resolved: SETTINGS.iter().map(|setting| resolve(setting, on_gpu)).collect() })
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &Resolved> {
@@ -195,11 +208,29 @@ impl SettingFlags {
     }
 }
 
+impl SettingFlags {
+    /// As if the flag had been given.
+    pub fn set(&mut self, name: &str, value: &str) {
+        if let Some(setting) = SETTINGS.iter().find(|setting| setting.name == name) {
+            self.values.insert(setting.name, value.to_owned());
+        }
+    }
+
+    /// As if the flag had been given, unless it was.
+    pub fn set_default(&mut self, name: &str, value: &str) {
+        if !self.values.contains_key(name) {
+            self.set(name, value);
+        }
+    }
+}
+
 impl clap::Args for SettingFlags {
     fn augment_args(command: Command) -> Command {
         SETTINGS.iter().fold(command, |command, setting| {
             let default = if setting.default.is_empty() { "" } else { setting.default };
-            let help = if default.is_empty() { setting.help.into() } else { format!("{} [{default}]", setting.help) };
+            let on_gpu = if setting.on_gpu == default { "".into() } else { format!(", on a GPU {}", setting.on_gpu) };
+            let help =
+                if default.is_empty() { setting.help.into() } else { format!("{} [{default}{on_gpu}]", setting.help) };
             let arg = Arg::new(setting.name)
                 .long(setting.name.replace('_', "-"))
                 .value_name("VALUE")

@@ -5,10 +5,13 @@
 
 use std::time::{Duration, Instant};
 
-use drafthorse_control::{Admit, BlockId, Row, SamplingParams, Slot, Step, TokenId, Wants};
+use drafthorse_control::{Admit, BlockId, Ready, Row, SamplingParams, Slot, Step, TokenId, Wants};
+use drafthorse_kernels::device::Stopwatch;
+use drafthorse_kernels::ops::copy_rows::copy;
+use drafthorse_kernels::{DType, Tensor};
 use serde::Serialize;
 
-use crate::config::WorkerConfig;
+use crate::config::{DeviceKind, WorkerConfig};
 use crate::error::{Result, WorkerError};
 use crate::load::{Progress, load};
 use crate::runner::Runner;
@@ -90,7 +93,9 @@ pub fn run(config: &BenchConfig, progress: &(dyn Fn(Progress) + Send)) -> Result
     let load_seconds = started.elapsed().as_secs_f64();
 
     let chunk = worker.max_num_batched_tokens;
-    let mut bench = Bench { runner, block_size: ready.block_size, vocab_size: ready.vocab_size, chunk, next_step: 1 };
+    let Ready { block_size, vocab_size, .. } = ready;
+    let pipeline_depth = ready.pipeline_depth as usize;
+    let mut bench = Bench { runner, block_size, vocab_size, chunk, pipeline_depth, next_step: 1 };
     let fits = |field, tokens: u32, seqs: u32| {
         let blocks = u64::from(tokens.div_ceil(ready.block_size)) * u64::from(seqs);
         if tokens > 0 && seqs > 0 && tokens < ready.max_model_len && blocks <= u64::from(ready.num_blocks) {
@@ -123,12 +128,33 @@ pub fn run(config: &BenchConfig, progress: &(dyn Fn(Progress) + Send)) -> Result
     })
 }
 
+/// Bytes a second that a GPU's memory takes part in copies with, read and written: about what it is read with. `None` for the CPU.
+///
+/// # Errors
+/// If there is no such GPU, or no room for 2 GiB.
+pub fn bandwidth(device: DeviceKind) -> Result<Option<f64>> {
+    const ELEMENTS: usize = 1 << 28;
+    let device = device.open()?;
+    let Some(stopwatch) = Stopwatch::new(&device)? else { return Ok(None) };
+    let from = Tensor::zeros(&device, "copied", [ELEMENTS], DType::I32)?;
+    let mut to = Tensor::zeros(&device, "copy", [ELEMENTS], DType::I32)?;
+    let mut times = Vec::new();
+    for _ in 0..7 {
+        stopwatch.begin()?;
+        copy(&from, &mut to)?;
+        stopwatch.end()?;
+        times.push(stopwatch.elapsed()?);
+    }
+    Ok(Some(2.0 * from.size_bytes() as f64 / median(&mut times).as_secs_f64()))
+}
+
 /// The simplest of schedulers: sequence `i` has slot `i` and its own stretch of blocks.
 struct Bench {
     runner: Runner,
     block_size: u32,
     vocab_size: u32,
     chunk: u32,
+    pipeline_depth: usize,
     next_step: u64,
 }
 
@@ -157,10 +183,21 @@ impl Bench {
         }
         let rows: Vec<Row> = (0..batch).map(|slot| row(slot, 1, Vec::new())).collect();
         let mut times = Vec::new();
+        // As many steps in flight as an engine would have.
+        let mut last = Instant::now();
         for _ in 0..steps {
-            let started = Instant::now();
-            self.step(Step { rows: rows.clone(), ..Step::default() })?;
-            times.push(started.elapsed());
+            self.launch(Step { rows: rows.clone(), ..Step::default() })?;
+            if self.runner.in_flight.len() < self.pipeline_depth {
+                continue;
+            }
+            self.finish()?;
+            times.push(last.elapsed());
+            last = Instant::now();
+        }
+        while !self.runner.in_flight.is_empty() {
+            self.finish()?;
+            times.push(last.elapsed());
+            last = Instant::now();
         }
         self.release(batch)?;
         let total: Duration = times.iter().sum();
@@ -202,10 +239,19 @@ impl Bench {
         self.step(Step { release: (0..num_slots).map(Slot).collect(), ..Step::default() })
     }
 
-    fn step(&mut self, mut step: Step) -> Result<()> {
+    fn step(&mut self, step: Step) -> Result<()> {
+        self.launch(step)?;
+        self.finish()
+    }
+
+    fn launch(&mut self, mut step: Step) -> Result<()> {
         step.id = self.next_step;
         self.next_step += 1;
-        let result = self.runner.run(&step)?;
+        self.runner.launch(&step)
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        let result = self.runner.finish()?;
         match result.rows.into_iter().find_map(|row| row.error) {
             Some(error) => Err(WorkerError::Row(error)),
             None => Ok(()),

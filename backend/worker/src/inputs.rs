@@ -211,12 +211,17 @@ impl Inputs {
                 self.logit_rows.push((first + num_known - 1 + after_drafts) as i32);
             }
         }
-        Ok(PlannedRow { slot, serial, tokens: first..end, num_drafts, wants_token, logits: first_logits..self.logits.len() })
+        Ok(PlannedRow {
+            slot,
+            serial,
+            tokens: first..end,
+            num_drafts,
+            wants_token,
+            logits: first_logits..self.logits.len(),
+        })
     }
 }
 
 fn is_plain(row: &LogitRow, slots: &Slots) -> bool {
-    row.of == LogitsOf::Next { after_drafts: 0 }
-        && row.logprobs.is_none()
-        && !slots.state(row.slot).changes_logits()
+    row.of == LogitsOf::Next { after_drafts: 0 } && row.logprobs.is_none() && !slots.state(row.slot).changes_logits()
 }

@@ -75,19 +75,10 @@ impl InFlight {
 }
 
 impl Runner {
-    /// Runs `step` to its end and answers it.
-    ///
-    /// # Errors
-    /// Whatever ends the group: a step out of order or outside its contract, a device that fails.
-    pub fn run(&mut self, step: &Step) -> Result<StepResult> {
-        self.launch(step)?;
-        self.finish()
-    }
-
     /// Gives `step` to the device. With a step in flight only if [`may_launch`](Self::may_launch) says so.
     ///
     /// # Errors
-    /// As [`run`](Self::run).
+    /// Whatever ends the group: a step out of order or outside its contract, a device that fails.
     pub fn launch(&mut self, step: &Step) -> Result<()> {
         let launched = Instant::now();
         let place = step.id as usize % MAX_IN_FLIGHT;
@@ -158,7 +149,7 @@ impl Runner {
     /// Waits for the oldest step in flight and answers it.
     ///
     /// # Errors
-    /// As [`run`](Self::run).
+    /// As [`launch`](Self::launch).
     ///
     /// # Panics
     /// If no step is in flight.

@@ -149,7 +149,9 @@ impl<T: Element> Readback<T> {
     pub fn new(device: &Device, len: usize) -> Result<Self> {
         let place = match device {
             Device::Cpu => Place::Host(Vec::with_capacity(len)),
-            Device::Cuda(gpu) => Place::Pinned { elements: Pinned::zeroed(gpu, len)?, len: 0, arrived: Event::new(gpu)? },
+            Device::Cuda(gpu) => {
+                Place::Pinned { elements: Pinned::zeroed(gpu, len)?, len: 0, arrived: Event::new(gpu)? }
+            }
         };
         Ok(Readback { place })
     }

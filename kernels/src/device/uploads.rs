@@ -53,7 +53,8 @@ impl Uploads {
                 if let Some(buffer) = self.buffers.get(index) {
                     buffer.wait()?;
                 }
-                let fits = |buffer: &Buffer| matches!(buffer, Buffer::Pinned { bytes, .. } if bytes.as_slice().len() >= len);
+                let fits =
+                    |buffer: &Buffer| matches!(buffer, Buffer::Pinned { bytes, .. } if bytes.as_slice().len() >= len);
                 if !self.buffers.get(index).is_some_and(fits) {
                     let sent = Event::new(gpu)?;
                     let made = Buffer::Pinned { bytes: Pinned::zeroed(gpu, len)?, sent, in_flight: Cell::new(false) };

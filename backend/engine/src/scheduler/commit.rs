@@ -24,7 +24,7 @@ impl Scheduler {
         let timing = result.timing;
         let time = timing.forward + timing.sample + timing.propose;
         self.pace.measure(step.decode_tokens, step.chunk_tokens, time);
-        self.shared.step_took(time);
+        self.shared.step_took(time, timing.device);
         for (row, result) in step.rows.iter().zip(result.rows) {
             self.commit_row(row, result, now, events);
         }

@@ -1,43 +1,65 @@
 //! `drafthorse bench MODEL`.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use drafthorse::bench::{self, Plan, Workload};
+use drafthorse::config::ServerConfig;
 use drafthorse::launch;
 use drafthorse::repository::layout::{self, Found};
 use drafthorse::settings::{SettingFlags, Settings};
-use drafthorse_worker::Progress;
-use drafthorse_worker::bench::{BenchConfig, BenchReport, run};
+use drafthorse_worker::bench::bandwidth;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::{print, with_causes};
+use super::{print, rank_bench};
 
+/// Measures through the engine, or with --grpc through the server; with --rank a rank alone.
 #[derive(clap::Args)]
 pub struct BenchArgs {
     /// A checkpoint folder, a model of a repository (its latest version is taken), or a repository with one model
-    #[arg(value_name = "DIR")]
-    model: PathBuf,
+    #[arg(value_name = "DIR", required_unless_present = "random_weights")]
+    model: Option<PathBuf>,
 
-    /// Tokens of the prompts whose prefill is timed
-    #[arg(long, value_delimiter = ',', default_value = "512", value_name = "N")]
-    prefill_tokens: Vec<u32>,
+    /// Instead of a model: a config.json whose weights are made up
+    #[arg(long, value_name = "SHAPE.json", conflicts_with = "model")]
+    random_weights: Option<PathBuf>,
 
-    /// Sequences that decode together
+    /// Ask through gRPC, on streams
+    #[arg(long, conflicts_with = "rank")]
+    grpc: bool,
+
+    /// Requests that run together
     #[arg(long, value_delimiter = ',', default_value = "1,8", value_name = "N")]
-    decode_batches: Vec<u32>,
+    batches: Vec<u32>,
 
-    /// Tokens of a sequence before its decoding is timed
+    /// Tokens of each prompt
     #[arg(long, default_value_t = 128, value_name = "N")]
-    decode_context: u32,
+    prompt_tokens: u32,
 
-    /// Decode steps timed for each batch
+    /// Tokens that the time per token is taken over
     #[arg(long, default_value_t = 64, value_name = "N")]
-    decode_steps: u32,
+    output_tokens: u32,
 
-    /// How often each prefill is timed; the median is reported
+    /// Prompts whose first token is timed
+    #[arg(long, value_delimiter = ',', default_value = "512", value_name = "N")]
+    first_token: Vec<u32>,
+
+    /// Many requests at once: how many, tokens of their prompts, and of their answers, such as 2048x128x128
+    #[arg(long, value_name = "NxPxO", value_parser = workload)]
+    throughput: Option<Workload>,
+
+    /// How often each is timed; the median is reported
     #[arg(long, default_value_t = 3, value_name = "N")]
     repeats: u32,
+
+    /// What the device's memory is read with at best; default is measured by copying, on a GPU
+    #[arg(long, value_name = "GB/s")]
+    bandwidth: Option<f64>,
+
+    /// A rank alone, without engine and text: steps from their order to their result
+    #[arg(long)]
+    rank: bool,
 
     /// Print JSON instead of a table
     #[arg(long)]
@@ -53,43 +75,104 @@ pub struct BenchArgs {
 
 /// Loads the model, measures it, prints the report.
 pub fn bench(args: &BenchArgs) -> Result<(), String> {
-    let (checkpoint, parameters) = find_checkpoint(args)?;
-    let settings = Settings::resolve(&parameters, &args.settings, |name| std::env::var(name).ok());
+    let made_up = args.random_weights.as_deref().map(MadeUp::new).transpose()?;
+    let (checkpoint, parameters) = match (&made_up, &args.model) {
+        (Some(made_up), _) => (made_up.dir.clone(), Parameters::new()),
+        (None, Some(model)) => find_checkpoint(model)?,
+        (None, None) => return Err("no model is named".into()),
+    };
+    let mut flags = args.settings.clone();
+    if made_up.is_some() {
+        flags.set_default("load_format", "dummy");
+    }
+    let plan = Plan {
+        grpc: args.grpc,
+        batches: args.batches.clone(),
+        prompt_tokens: args.prompt_tokens,
+        output_tokens: args.output_tokens.max(1),
+        first_token: args.first_token.clone(),
+        throughput: args.throughput,
+        repeats: args.repeats,
+        bandwidth: args.bandwidth.map(|gb| gb * 1e9),
+    };
+    for (name, value) in plan.settings() {
+        flags.set_default(name, &value);
+    }
+    for (name, parameter) in &parameters {
+        flags.set(name, &parameter.string_value);
+    }
+    let settings = Settings::resolve(&parameters, &flags, |name| std::env::var(name).ok());
     let settings = settings.map_err(|error| error.to_string())?;
     let worker = launch::worker_config(&settings, &checkpoint, args.num_threads).map_err(|error| error.to_string())?;
-    let config = BenchConfig {
-        worker,
-        prefill_tokens: args.prefill_tokens.clone(),
-        decode_batches: args.decode_batches.clone(),
-        decode_context: args.decode_context,
-        decode_steps: args.decode_steps,
-        repeats: args.repeats,
+    let bar = progress_bar()?;
+    if args.rank {
+        let report = rank_bench::run(worker, &plan, &bar);
+        bar.finish_and_clear();
+        return print(&rank_bench::show(&report?, &settings, args.json)?);
+    }
+    let measured = bandwidth(worker.device).map_err(|error| super::with_causes(&error))?;
+    let plan = Plan { bandwidth: plan.bandwidth.or(measured), ..plan };
+    let mut config = ServerConfig::parse(
+        ["--http-port=0", "--grpc-port=0", "--allow-metrics=false", "--model-repository"]
+            .map(Into::into)
+            .into_iter()
+            .chain([checkpoint.clone().into_os_string()]),
+    )
+    .map_err(|error| error.to_string())?;
+    config.settings = flags;
+    config.num_threads = args.num_threads;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
+    let progress = |what: &str, done: u64, total: u64| {
+        bar.set_message(what.to_owned());
+        bar.set_length(total);
+        bar.set_position(done);
     };
-    let bar = progress_bar();
-    let shown = bar.clone();
-    let progress = move |progress: Progress| match progress {
-        Progress::Weights { done, total } => {
-            shown.set_message("reading weights");
-            shown.set_length(total);
-            shown.set_position(done);
-        }
-        Progress::Planned(_) => shown.set_message("measuring"),
-    };
-    let report = run(&config, &progress).map_err(|error| with_causes(&error));
+    let report = runtime.block_on(bench::run(config, &plan, &checkpoint, &progress));
     bar.finish_and_clear();
     let report = report?;
     let text = if args.json {
         serde_json::to_string_pretty(&report).map_err(|error| error.to_string())? + "\n"
     } else {
-        table(&report, &settings)
+        report.to_string()
     };
     print(&text)
 }
 
+fn workload(text: &str) -> Result<Workload, String> {
+    let numbers: Option<Vec<u32>> = text.split('x').map(|number| number.parse().ok().filter(|&n| n > 0)).collect();
+    match numbers.as_deref() {
+        Some(&[requests, prompt_tokens, output_tokens]) => Ok(Workload { requests, prompt_tokens, output_tokens }),
+        _ => Err("must be three numbers above 0, such as 2048x128x128".into()),
+    }
+}
+
+/// A checkpoint folder with nothing but a config; goes when this does.
+struct MadeUp {
+    dir: PathBuf,
+}
+
+impl MadeUp {
+    fn new(shape: &Path) -> Result<Self, String> {
+        let text = std::fs::read(shape).map_err(|error| format!("cannot read {}: {error}", shape.display()))?;
+        let dir = std::env::temp_dir().join(format!("drafthorse-bench-{}", std::process::id()));
+        let written = std::fs::create_dir_all(&dir).and_then(|()| std::fs::write(dir.join("config.json"), text));
+        written.map_err(|error| format!("cannot write {}: {error}", dir.display()))?;
+        Ok(MadeUp { dir })
+    }
+}
+
+impl Drop for MadeUp {
+    fn drop(&mut self) {
+        // A folder of one small file is left where even that fails.
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
 type Parameters = HashMap<String, drafthorse_proto::inference::ModelParameter>;
 
-fn find_checkpoint(args: &BenchArgs) -> Result<(PathBuf, Parameters), String> {
-    let scanned = layout::scan(std::slice::from_ref(&args.model), None);
+fn find_checkpoint(model: &Path) -> Result<(PathBuf, Parameters), String> {
+    let scanned = layout::scan(&[model.to_owned()], None);
     let mut found = scanned.map_err(|error| error.to_string())?;
     // A draft beside the model is no choice to be made.
     found.retain(|found| found.model.as_ref().map_or(true, |dir| !dir.versions.is_empty()));
@@ -106,44 +189,15 @@ fn find_checkpoint(args: &BenchArgs) -> Result<(PathBuf, Parameters), String> {
         [Found { model: Err(reason), .. }] => Err(reason.clone()),
         several => {
             let names: Vec<&str> = several.iter().map(|found| found.name.as_str()).collect();
-            Err(format!("{} has several models, name one's folder: {}", args.model.display(), names.join(", ")))
+            Err(format!("{} has several models, name one's folder: {}", model.display(), names.join(", ")))
         }
     }
 }
 
-fn progress_bar() -> ProgressBar {
+fn progress_bar() -> Result<ProgressBar, String> {
     let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}") {
-        bar.set_style(style);
-    }
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").map_err(|error| error.to_string())?;
+    bar.set_style(style);
     bar.enable_steady_tick(Duration::from_millis(200));
-    bar
-}
-
-fn table(report: &BenchReport, settings: &Settings) -> String {
-    let mb = |bytes: u64| format!("{:.1} MB", bytes as f64 / 1e6);
-    let mut text = format!(
-        "load {:.2} s, weights {}, workspace {} ({} used), KV cache {}, dtype {}, quant_type {}\n\n",
-        report.load_seconds,
-        mb(report.weight_bytes),
-        mb(report.workspace_bytes),
-        mb(report.workspace_used_bytes),
-        mb(report.kv_bytes),
-        settings.text("dtype"),
-        settings.text("quant_type"),
-    );
-    text.push_str(&format!("{:<10} {:>14} {:>12} {:>14}\n", "what", "shape", "ms", "tokens/s"));
-    for line in &report.prefill {
-        let shape = format!("{} tokens", line.tokens);
-        text.push_str(&format!(
-            "{:<10} {shape:>14} {:>12.2} {:>14.1}\n",
-            "prefill", line.median_ms, line.tokens_per_second
-        ));
-    }
-    for line in &report.decode {
-        let shape = format!("batch {}", line.batch);
-        let (ms, rate) = (line.median_step_ms, line.tokens_per_second);
-        text.push_str(&format!("{:<10} {shape:>14} {ms:>12.2} {rate:>14.1}\n", "decode"));
-    }
-    text
+    Ok(bar)
 }

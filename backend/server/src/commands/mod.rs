@@ -2,6 +2,7 @@
 
 mod bench;
 mod flags;
+mod rank_bench;
 mod serve;
 
 use std::io::Write;

@@ -44,6 +44,24 @@ impl ModelText {
     }
 }
 
+impl ModelText {
+    /// For made-up weights: every token is a number, and none ends a text.
+    ///
+    /// # Errors
+    /// With the path of `config.json`, if it does not say how large the vocabulary is.
+    pub fn made_up(dir: &Path) -> Result<Self> {
+        let path = dir.join("config.json");
+        let text = std::fs::read(&path).map_err(|source| ServerError::Read { path: path.clone(), source })?;
+        let config: serde_json::Value = serde_json::from_slice(&text)
+            .map_err(|error| ServerError::BadFile { path: path.clone(), reason: error.to_string() })?;
+        let Some(size) = config["vocab_size"].as_u64().and_then(|size| u32::try_from(size).ok()) else {
+            return Err(ServerError::BadFile { path, reason: "vocab_size is no number".into() });
+        };
+        let defaults = GenerationDefaults::default();
+        Ok(ModelText { tokenizer: Tokenizer::of_numbers(size)?, chat_template: None, defaults })
+    }
+}
+
 /// One version of a model, ready for requests.
 pub struct ServedModel {
     name: String,

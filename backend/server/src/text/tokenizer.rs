@@ -42,6 +42,27 @@ impl Tokenizer {
         Self::from_bytes(&bytes).map_err(|reason| bad_file(path, reason))
     }
 
+    /// Tokens that are their own numbers, with spaces between them.
+    ///
+    /// # Errors
+    /// `Internal`, which cannot be.
+    pub fn of_numbers(size: u32) -> Result<Self> {
+        let vocabulary: serde_json::Map<String, serde_json::Value> =
+            (0..size).map(|id| (id.to_string(), id.into())).collect();
+        let tokenizer = serde_json::json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": [],
+            "normalizer": null,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": null,
+            "decoder": null,
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"},
+        });
+        Self::from_bytes(tokenizer.to_string().as_bytes()).map_err(ServerError::internal)
+    }
+
     fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| error.to_string())?;
         // Both are for training batches; here a prompt is what it is.

@@ -36,8 +36,8 @@ impl Event {
 
     fn with(device: &Arc<CudaDevice>, flags: sys::CUevent_flags) -> Result<Self> {
         device.bind()?;
-        let event = result::event::create(flags)
-            .map_err(|source| KernelError::Driver { what: "cuEventCreate", source })?;
+        let event =
+            result::event::create(flags).map_err(|source| KernelError::Driver { what: "cuEventCreate", source })?;
         Ok(Event { device: device.clone(), event })
     }
 
@@ -69,7 +69,9 @@ impl Event {
         // SAFETY: the event lives.
         match unsafe { sys::cuEventQuery(self.event) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            answer => answer.result().map(|()| true).map_err(|source| KernelError::Driver { what: "cuEventQuery", source }),
+            answer => {
+                answer.result().map(|()| true).map_err(|source| KernelError::Driver { what: "cuEventQuery", source })
+            }
         }
     }
 
