@@ -2,7 +2,7 @@
 //!
 //! nvcc is `NVCC`, or `$CUDA_HOME/bin/nvcc`, or what `kernels/toolchain.sh` installed, or the first on `PATH`. Without one the crate
 //! still builds, for the CPU alone; `DRAFTHORSE_REQUIRE_NVCC=1` makes that an error. `DRAFTHORSE_CUDA_ARCHS` lists targets, `90a` by
-//! default. Objects are kept by the hash of all that went into them, so a rebuild compiles what changed.
+//! default; a kernel with Hopper's own instructions is left out for others. Objects are kept by the hash of all that went into them, so a rebuild compiles what changed.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fmt::Write as _;
@@ -40,6 +40,8 @@ fn main() {
             .expect("strings do not fail");
     }
     table.push_str("];\n");
+    writeln!(table, "/// GPUs that they are compiled for.\npub(crate) static ARCHS: &[&str] = &{archs:?};")
+        .expect("strings do not fail");
     fs::write(out.join("fatbins.rs"), table).expect("OUT_DIR is writable");
 }
 
@@ -89,29 +91,38 @@ fn compile_all(
         fs::read(header).expect("it was listed").hash(&mut common);
     }
     let version = Command::new(nvcc).arg("--version").output().expect("nvcc runs").stdout;
-    (version, archs, FLAGS).hash(&mut common);
+    (version, FLAGS).hash(&mut common);
 
     let mut fatbins = Vec::new();
     let mut missing = Vec::new();
     for (name, source) in sources {
+        let text = fs::read_to_string(source).expect("it was listed");
+        let is_for_hopper = HOPPER_HEADERS.iter().any(|header| text.contains(&format!("#include \"{header}\"")));
+        let archs: Vec<&str> = archs.iter().copied().filter(|&arch| !is_for_hopper || arch == "90a").collect();
+        if archs.is_empty() {
+            continue;
+        }
         let mut hash = common.clone();
-        fs::read(source).expect("it was listed").hash(&mut hash);
+        (text, &archs).hash(&mut hash);
         let fatbin = out.join(format!("{name}-{:016x}.fatbin", hash.finish()));
         if !fatbin.exists() {
-            missing.push((source, fatbin.clone()));
+            missing.push((source, fatbin.clone(), archs));
         }
         fatbins.push((name.clone(), fatbin));
     }
     // Two at once: a compiler takes up to 4 GB.
     for pair in missing.chunks(2) {
         std::thread::scope(|scope| {
-            for (source, fatbin) in pair {
+            for (source, fatbin, archs) in pair {
                 scope.spawn(|| compile(nvcc, &headers, source, fatbin, archs));
             }
         });
     }
     fatbins
 }
+
+/// What includes one of these is for compute capability 9.0 alone.
+const HOPPER_HEADERS: [&str; 2] = ["wgmma.cuh", "tma.cuh"];
 
 const FLAGS: &[&str] = &["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-warn-spills"];
 

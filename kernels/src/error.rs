@@ -45,6 +45,18 @@ pub enum KernelError {
     )]
     NoKernel { op: &'static str, kernel: &'static str, reason: String },
 
+    #[error(
+        "{name} has compute capability {major}.{minor}, the kernels are built for {built}: build with DRAFTHORSE_CUDA_ARCHS={major}{minor}, or pass --device cpu"
+    )]
+    OtherGpu { name: String, major: u32, minor: u32, built: String },
+
+    #[error("the GPU is lost: {what} failed, and nothing on it can be used until the process starts again")]
+    GpuLost {
+        what: &'static str,
+        #[source]
+        source: DriverError,
+    },
+
     #[error("{what} failed")]
     Driver {
         what: &'static str,

@@ -36,6 +36,10 @@ pub enum ModelError {
     #[error("{}: {}", dir.display(), Listed(problems))]
     Tensors { dir: PathBuf, problems: Vec<TensorProblem> },
 
+    /// Bytes.
+    #[error("the weights want {wanted} bytes, {free} of the GPU's memory are free; quant_type makes them smaller")]
+    TooLarge { wanted: usize, free: usize },
+
     #[error("config.json has no {key}")]
     MissingKey { key: &'static str },
 

@@ -125,6 +125,7 @@ pub(crate) fn assemble(
         slot_bytes: slot_sizes(longest, 0).bytes(),
         block_bytes: layout.block_bytes() as u64,
         kv_cache_bytes: kv_cache_bytes(config, device, &layout, workspace_bytes as u64)?,
+        kv_setting: if follows_memory(config, device) { "memory_fraction" } else { "kv_cache_bytes" },
         block_size: config.block_size,
         max_model_len: config.max_model_len,
         context: u32::try_from(context).unwrap_or(u32::MAX),
@@ -150,35 +151,43 @@ pub(crate) fn assemble(
         kv_bytes: plan.kv_bytes,
         workspace_bytes: plan.workspace_bytes,
     };
-    let stopwatches = match (config.time_device, Stopwatch::new(device)?, Stopwatch::new(device)?) {
-        (true, Some(even), Some(odd)) => Some([even, odd]),
-        _ => None,
+    let take = || -> Result<Runner> {
+        let stopwatches = match (config.time_device, Stopwatch::new(device)?, Stopwatch::new(device)?) {
+            (true, Some(even), Some(odd)) => Some([even, odd]),
+            _ => None,
+        };
+        Ok(Runner {
+            model,
+            kv: KvCache::new(device, layout, plan.num_blocks as usize)?,
+            workspace: Workspace::new(device, workspace_bytes)?,
+            comm: Box::new(Solo::default()),
+            batch: Batch::new(device, limits)?,
+            inputs: Inputs::new(max_logit_rows, max_seqs),
+            slots: Slots::new(device, sizes)?,
+            sampler: Sampler::new(device, chunk_rows, max_logit_rows)?,
+            graphs: Graphs::new(device, config.eager),
+            proposer,
+            propose_rows: Vec::with_capacity(max_seqs),
+            kept_rows: Vec::with_capacity(max_seqs),
+            max_model_len,
+            last_step: 0,
+            in_flight: VecDeque::with_capacity(MAX_IN_FLIGHT),
+            stopwatches,
+            finished: Instant::now(),
+        })
     };
-    let runner = Runner {
-        model,
-        kv: KvCache::new(device, layout, plan.num_blocks as usize)?,
-        workspace: Workspace::new(device, workspace_bytes)?,
-        comm: Box::new(Solo::default()),
-        batch: Batch::new(device, limits)?,
-        inputs: Inputs::new(max_logit_rows, max_seqs),
-        slots: Slots::new(device, sizes)?,
-        sampler: Sampler::new(device, chunk_rows, max_logit_rows)?,
-        graphs: Graphs::new(device, config.eager),
-        proposer,
-        propose_rows: Vec::with_capacity(max_seqs),
-        kept_rows: Vec::with_capacity(max_seqs),
-        max_model_len,
-        last_step: 0,
-        in_flight: VecDeque::with_capacity(MAX_IN_FLIGHT),
-        stopwatches,
-        finished: Instant::now(),
-    };
+    let runner = take().map_err(|error| plan.explain(error))?;
     Ok((runner, ready))
+}
+
+/// Whether the KV cache gets what the rest leaves.
+fn follows_memory(config: &WorkerConfig, device: &Device) -> bool {
+    *device != Device::Cpu && config.memory_fraction > 0.0
 }
 
 /// What the KV cache may take: as set, or of a GPU's memory what `memory_fraction` allows and is not taken.
 fn kv_cache_bytes(config: &WorkerConfig, device: &Device, layout: &KvLayout, workspace_bytes: u64) -> Result<u64> {
-    let Some((free, total)) = device.memory_bytes()?.filter(|_| config.memory_fraction > 0.0) else {
+    let Some((free, total)) = device.memory_bytes()?.filter(|_| follows_memory(config, device)) else {
         return Ok(config.kv_cache_bytes);
     };
     // Weights are in place already. The library for large products and the driver's own want a little more.

@@ -5,6 +5,8 @@
 
 use std::fmt::Write;
 
+use drafthorse_kernels::KernelError;
+use drafthorse_model::ModelError;
 use tracing::info;
 
 use crate::error::{Result, WorkerError};
@@ -27,8 +29,9 @@ pub(crate) struct Needs {
     pub slot_bytes: u64,
     /// K and V of one block in all layers.
     pub block_bytes: u64,
-    /// What the KV cache may take.
+    /// What the KV cache may take, and the setting that decides it.
     pub kv_cache_bytes: u64,
+    pub kv_setting: &'static str,
     pub block_size: u32,
     /// The operator's wish, or none: then as much of `context` as the KV cache holds.
     pub max_model_len: Option<u32>,
@@ -45,6 +48,8 @@ pub struct MemoryPlan {
     pub workspace_bytes: u64,
     pub slot_bytes: u64,
     pub kv_bytes: u64,
+    /// The setting that decides [`kv_bytes`](Self::kv_bytes).
+    pub kv_setting: &'static str,
     pub num_blocks: u32,
     pub block_size: u32,
     pub max_model_len: u32,
@@ -71,6 +76,7 @@ impl MemoryPlan {
             workspace_bytes: needs.workspace_bytes,
             slot_bytes: needs.slot_bytes,
             kv_bytes: u64::from(num_blocks) * block_bytes,
+            kv_setting: needs.kv_setting,
             num_blocks,
             block_size: needs.block_size,
             max_model_len,
@@ -80,8 +86,8 @@ impl MemoryPlan {
         if tokens < wanted {
             let wanted_bytes = wanted.div_ceil(u64::from(needs.block_size)) * block_bytes;
             let what = format!(
-                "a sequence of {wanted} tokens wants {wanted_bytes} bytes of KV cache, kv_cache_bytes gives {}: raise it or lower max_model_len",
-                needs.kv_cache_bytes
+                "a sequence of {wanted} tokens wants {wanted_bytes} bytes of KV cache, {} gives {}: raise it or lower max_model_len",
+                needs.kv_setting, needs.kv_cache_bytes
             );
             return Err(WorkerError::Memory { what, parts: plan.parts() });
         }
@@ -97,13 +103,25 @@ impl MemoryPlan {
         Ok(plan)
     }
 
+    /// An error of taking what was planned, with all parts if there was no room.
+    pub(crate) fn explain(&self, error: WorkerError) -> WorkerError {
+        match error {
+            WorkerError::Kernel(KernelError::OutOfMemory { what, wanted, free })
+            | WorkerError::Model(ModelError::Kernel(KernelError::OutOfMemory { what, wanted, free })) => {
+                let what = format!("{what} wants {wanted} bytes, {free} are free");
+                WorkerError::Memory { what, parts: self.parts() }
+            }
+            other => other,
+        }
+    }
+
     /// What a log or an error lists.
     pub fn parts(&self) -> Vec<Part> {
         vec![
             Part { name: "weights", bytes: self.weight_bytes, shrunk_by: "quant_type" },
             Part { name: "workspace", bytes: self.workspace_bytes, shrunk_by: "max_num_batched_tokens" },
             Part { name: "slots", bytes: self.slot_bytes, shrunk_by: "max_num_seqs" },
-            Part { name: "kv cache", bytes: self.kv_bytes, shrunk_by: "kv_cache_bytes" },
+            Part { name: "kv cache", bytes: self.kv_bytes, shrunk_by: self.kv_setting },
         ]
     }
 
@@ -142,6 +160,7 @@ mod tests {
             slot_bytes: 10,
             block_bytes: 32,
             kv_cache_bytes,
+            kv_setting: "kv_cache_bytes",
             block_size: 4,
             max_model_len,
             context: 64,

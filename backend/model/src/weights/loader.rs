@@ -91,6 +91,12 @@ impl<'a> LoadContext<'a> {
         build(&self.root())?;
         self.checkpoint.verdict()?;
         self.checkpoint.set_checking(false);
+        // Before much has been read in vain.
+        if let Some((free, _)) = self.device.memory_bytes()?
+            && self.weight_bytes.get() > free
+        {
+            return Err(ModelError::TooLarge { wanted: self.weight_bytes.get(), free });
+        }
         self.weight_bytes.set(0);
         build(&self.root())
     }

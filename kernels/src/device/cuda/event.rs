@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use cudarc::driver::{result, sys};
 
-use super::CudaDevice;
-use crate::error::{KernelError, Result};
+use super::{CudaDevice, failed};
+use crate::error::Result;
 
 /// A point in a device's stream.
 pub struct Event {
@@ -36,8 +36,7 @@ impl Event {
 
     fn with(device: &Arc<CudaDevice>, flags: sys::CUevent_flags) -> Result<Self> {
         device.bind()?;
-        let event =
-            result::event::create(flags).map_err(|source| KernelError::Driver { what: "cuEventCreate", source })?;
+        let event = result::event::create(flags).map_err(failed("cuEventCreate"))?;
         Ok(Event { device: device.clone(), event })
     }
 
@@ -47,8 +46,7 @@ impl Event {
     /// `Driver`.
     pub fn record(&self) -> Result<()> {
         // SAFETY: event and stream live.
-        unsafe { result::event::record(self.event, self.device.stream()) }
-            .map_err(|source| KernelError::Driver { what: "cuEventRecord", source })
+        unsafe { result::event::record(self.event, self.device.stream()) }.map_err(failed("cuEventRecord"))
     }
 
     /// Waits until the stream has passed this mark.
@@ -57,8 +55,7 @@ impl Event {
     /// `Driver`, also if work before the mark failed.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the event lives.
-        unsafe { result::event::synchronize(self.event) }
-            .map_err(|source| KernelError::Driver { what: "cuEventSynchronize", source })
+        unsafe { result::event::synchronize(self.event) }.map_err(failed("cuEventSynchronize"))
     }
 
     /// Whether the stream has passed this mark.
@@ -69,9 +66,7 @@ impl Event {
         // SAFETY: the event lives.
         match unsafe { sys::cuEventQuery(self.event) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            answer => {
-                answer.result().map(|()| true).map_err(|source| KernelError::Driver { what: "cuEventQuery", source })
-            }
+            answer => answer.result().map(|()| true).map_err(failed("cuEventQuery")),
         }
     }
 
@@ -82,8 +77,7 @@ impl Event {
     pub fn until(&self, end: &Event) -> Result<Duration> {
         end.wait()?;
         // SAFETY: both events live and have been recorded.
-        let millis = unsafe { result::event::elapsed(self.event, end.event) }
-            .map_err(|source| KernelError::Driver { what: "cuEventElapsedTime", source })?;
+        let millis = unsafe { result::event::elapsed(self.event, end.event) }.map_err(failed("cuEventElapsedTime"))?;
         Ok(Duration::from_secs_f64(f64::from(millis) / 1e3))
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use super::CudaDevice;
+use super::{CudaDevice, failed};
 use crate::error::{KernelError, Result};
 
 /// Launches captured from a device's stream. Replays use the addresses and numbers of the capture.
@@ -26,7 +26,7 @@ impl Graph {
         device: &Arc<CudaDevice>,
         work: impl FnOnce() -> Result<(), E>,
     ) -> Result<Self, E> {
-        let driver = |what| move |source| KernelError::Driver { what, source };
+        let driver = failed;
         device.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as the device; capture is ended below whatever `work` returns.
@@ -51,8 +51,7 @@ impl Graph {
     pub fn launch(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the executable graph lives as long as `self`.
-        unsafe { result::graph::launch(self.executable, self.device.stream()) }
-            .map_err(|source| KernelError::Driver { what: "cuGraphLaunch", source })
+        unsafe { result::graph::launch(self.executable, self.device.stream()) }.map_err(failed("cuGraphLaunch"))
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use super::CudaDevice;
+use super::{CudaDevice, failed};
 use crate::dtype::Element;
 use crate::error::{KernelError, Result};
 
@@ -24,8 +24,7 @@ impl CudaBuffer {
         // SAFETY: the context is current (`memory_bytes` bound it), and the range set to zero is what was just allocated.
         let address = unsafe {
             let address = result::malloc_sync(wanted).map_err(oom)?;
-            result::memset_d8_async(address, 0, wanted, device.stream())
-                .map_err(|source| KernelError::Driver { what: "cuMemsetD8Async", source })?;
+            result::memset_d8_async(address, 0, wanted, device.stream()).map_err(failed("cuMemsetD8Async"))?;
             address
         };
         Ok(CudaBuffer { device: device.clone(), address })
@@ -53,7 +52,7 @@ impl CudaDevice {
         self.bind()?;
         // SAFETY: the caller's promise; pageable memory is staged by the driver before the call returns, pinned memory is waited for.
         unsafe { result::memcpy_htod_async(to as sys::CUdeviceptr, from, self.stream) }
-            .map_err(|source| KernelError::Driver { what: "cuMemcpyHtoDAsync", source })?;
+            .map_err(failed("cuMemcpyHtoDAsync"))?;
         self.synchronize()
     }
 
@@ -65,7 +64,7 @@ impl CudaDevice {
         self.bind()?;
         // SAFETY: the caller's promise.
         unsafe { result::memcpy_htod_async(to as sys::CUdeviceptr, from, self.stream) }
-            .map_err(|source| KernelError::Driver { what: "cuMemcpyHtoDAsync", source })
+            .map_err(failed("cuMemcpyHtoDAsync"))
     }
 
     /// Puts a copy from place to place of this device's memory on the stream.
@@ -76,7 +75,7 @@ impl CudaDevice {
         self.bind()?;
         // SAFETY: the caller's promise.
         unsafe { result::memcpy_dtod_async(to as sys::CUdeviceptr, from as sys::CUdeviceptr, bytes, self.stream) }
-            .map_err(|source| KernelError::Driver { what: "cuMemcpyDtoDAsync", source })
+            .map_err(failed("cuMemcpyDtoDAsync"))
     }
 
     /// Puts a copy to page-locked memory on the stream.
@@ -90,7 +89,7 @@ impl CudaDevice {
         }
         // SAFETY: the caller's promise.
         unsafe { result::memcpy_dtoh_async(to, from as sys::CUdeviceptr, self.stream) }
-            .map_err(|source| KernelError::Driver { what: "cuMemcpyDtoHAsync", source })
+            .map_err(failed("cuMemcpyDtoHAsync"))
     }
 
     /// Copies to the host, after all work before it.
@@ -101,7 +100,7 @@ impl CudaDevice {
         self.bind()?;
         // SAFETY: the caller's promise; `to` outlives the copy, which is waited for.
         unsafe { result::memcpy_dtoh_async(to, from as sys::CUdeviceptr, self.stream) }
-            .map_err(|source| KernelError::Driver { what: "cuMemcpyDtoHAsync", source })?;
+            .map_err(failed("cuMemcpyDtoHAsync"))?;
         self.synchronize()
     }
 }
@@ -126,9 +125,7 @@ impl<T: Element> Pinned<T> {
         let bytes = (len * size_of::<T>()).max(1);
         // SAFETY: the memory is ours, large enough, and zero is a value of every `Element`.
         unsafe {
-            let address = result::malloc_host(bytes, 0)
-                .map_err(|source| KernelError::Driver { what: "cuMemHostAlloc", source })?
-                .cast::<u8>();
+            let address = result::malloc_host(bytes, 0).map_err(failed("cuMemHostAlloc"))?.cast::<u8>();
             address.write_bytes(0, bytes);
             let address = NonNull::new(address.cast()).expect("the driver never returns address 0");
             Ok(Pinned { address, len, _device: device.clone() })

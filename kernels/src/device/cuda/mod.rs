@@ -83,37 +83,41 @@ impl CudaDevice {
         if !unsafe { sys::is_culib_present() } {
             return Err(KernelError::NoDriver { reason: "libcuda.so.1 is not on the library path".into() });
         }
-        let driver = |what| move |source| KernelError::Driver { what, source };
         result::init().map_err(|err| KernelError::NoDriver { reason: err.to_string() })?;
         let mut version = 0;
         // SAFETY: writes one integer.
-        unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(driver("cuDriverGetVersion"))?;
+        unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
         if version < OLDEST_DRIVER {
             let reason =
                 format!("the driver speaks CUDA {}.{}, at least 13.0 is needed", version / 1000, version % 1000 / 10);
             return Err(KernelError::NoDriver { reason });
         }
-        let found = result::device::get_count().map_err(driver("cuDeviceGetCount"))?;
+        let found = result::device::get_count().map_err(failed("cuDeviceGetCount"))?;
         if ordinal as i64 >= i64::from(found) {
             return Err(KernelError::NoDevice { ordinal, found: found as usize });
         }
-        let device = result::device::get(ordinal as i32).map_err(driver("cuDeviceGet"))?;
-        let name = result::device::get_name(device).map_err(driver("cuDeviceGetName"))?;
+        let device = result::device::get(ordinal as i32).map_err(failed("cuDeviceGet"))?;
+        let name = result::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
         // SAFETY: `device` is a device; the context is current before the stream is made, and released in `drop`.
         unsafe {
             let attribute =
-                |attribute| result::device::get_attribute(device, attribute).map_err(driver("cuDeviceGetAttribute"));
+                |attribute| result::device::get_attribute(device, attribute).map_err(failed("cuDeviceGetAttribute"));
             let num_multiprocessors =
                 attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
-            let is_hopper = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? == 9;
-            let context = result::primary_ctx::retain(device).map_err(driver("cuDevicePrimaryCtxRetain"))?;
-            result::ctx::set_current(context).map_err(driver("cuCtxSetCurrent"))?;
+            let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
+            let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
+            if !ARCHS.iter().any(|arch| runs_on(arch, major, minor)) {
+                return Err(KernelError::OtherGpu { name, major, minor, built: ARCHS.join(", ") });
+            }
+            let is_hopper = ARCHS.contains(&"90a") && runs_on("90a", major, minor);
+            let context = result::primary_ctx::retain(device).map_err(failed("cuDevicePrimaryCtxRetain"))?;
+            result::ctx::set_current(context).map_err(failed("cuCtxSetCurrent"))?;
             let stream =
-                result::stream::create(result::stream::StreamKind::NonBlocking).map_err(driver("cuStreamCreate"))?;
-            let counters = result::malloc_sync(COUNTERS * 4).map_err(driver("cuMemAlloc"))?;
-            result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(driver("cuMemsetD8"))?;
+                result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
+            let counters = result::malloc_sync(COUNTERS * 4).map_err(failed("cuMemAlloc"))?;
+            result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(failed("cuMemsetD8"))?;
             let scratch =
-                result::malloc_sync(num_multiprocessors as usize * SCRATCH_BYTES).map_err(driver("cuMemAlloc"))?;
+                result::malloc_sync(num_multiprocessors as usize * SCRATCH_BYTES).map_err(failed("cuMemAlloc"))?;
             let (kernels, blas) = (Mutex::default(), OnceLock::new());
             let gpu = CudaDevice {
                 ordinal,
@@ -156,7 +160,7 @@ impl CudaDevice {
     /// `Driver`.
     pub fn memory_bytes(&self) -> Result<(usize, usize)> {
         self.bind()?;
-        result::mem_get_info().map_err(|source| KernelError::Driver { what: "cuMemGetInfo", source })
+        result::mem_get_info().map_err(failed("cuMemGetInfo"))
     }
 
     /// Waits for the stream.
@@ -166,15 +170,13 @@ impl CudaDevice {
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as the device.
-        unsafe { result::stream::synchronize(self.stream) }
-            .map_err(|source| KernelError::Driver { what: "cuStreamSynchronize", source })
+        unsafe { result::stream::synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))
     }
 
     /// Makes this device's context the calling thread's.
     pub(crate) fn bind(&self) -> Result<()> {
         // SAFETY: the context is retained until `drop`.
-        unsafe { result::ctx::set_current(self.context) }
-            .map_err(|source| KernelError::Driver { what: "cuCtxSetCurrent", source })
+        unsafe { result::ctx::set_current(self.context) }.map_err(failed("cuCtxSetCurrent"))
     }
 
     pub(crate) fn stream(&self) -> sys::CUstream {
@@ -218,7 +220,12 @@ impl CudaDevice {
         let module = match kernels.modules.get(source) {
             Some(&module) => module,
             None => {
-                let (_, fatbin) = FATBINS.iter().find(|(of, _)| *of == source).ok_or(KernelError::NoFatbin)?;
+                let (_, fatbin) =
+                    FATBINS.iter().find(|(of, _)| *of == source).ok_or_else(|| KernelError::NoKernel {
+                        op: source,
+                        kernel: name,
+                        reason: format!("it is not built for {}", ARCHS.join(", ")),
+                    })?;
                 // SAFETY: the bytes are a fatbin made by nvcc, which says its own length.
                 let module = unsafe { result::module::load_data(fatbin.as_ptr().cast()) }.map_err(failed)?;
                 kernels.modules.insert(source, module);
@@ -244,6 +251,34 @@ impl CudaDevice {
     }
 }
 
+/// Whether machine code for `arch` runs on a GPU of this compute capability. A letter behind it binds it to that very one.
+fn runs_on(arch: &str, major: u32, minor: u32) -> bool {
+    let digits = arch.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let Ok(number) = digits.parse::<u32>() else { return false };
+    let same = number % 10 == minor;
+    number / 10 == major && if digits == arch { number % 10 <= minor } else { same }
+}
+
+/// What `what` failed with. After some failures the context is of no use any more.
+fn failed(what: &'static str) -> impl Fn(result::DriverError) -> KernelError {
+    use sys::CUresult as Code;
+    const LOST: [Code; 9] = [
+        Code::CUDA_ERROR_ILLEGAL_ADDRESS,
+        Code::CUDA_ERROR_LAUNCH_FAILED,
+        Code::CUDA_ERROR_LAUNCH_TIMEOUT,
+        Code::CUDA_ERROR_ILLEGAL_INSTRUCTION,
+        Code::CUDA_ERROR_MISALIGNED_ADDRESS,
+        Code::CUDA_ERROR_HARDWARE_STACK_ERROR,
+        Code::CUDA_ERROR_ECC_UNCORRECTABLE,
+        Code::CUDA_ERROR_DEVICE_UNAVAILABLE,
+        Code::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+    ];
+    move |source| match LOST.contains(&source.0) {
+        true => KernelError::GpuLost { what, source },
+        false => KernelError::Driver { what, source },
+    }
+}
+
 impl fmt::Debug for CudaDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "cuda:{} ({})", self.ordinal, self.name)
@@ -258,5 +293,36 @@ impl Drop for CudaDevice {
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_runs_on_later_gpus_of_its_kind_unless_it_is_bound_to_one() {
+        for (arch, major, minor, runs) in [
+            ("80", 8, 0, true),
+            ("80", 8, 9, true),
+            ("89", 8, 0, false),
+            ("80", 9, 0, false),
+            ("90a", 9, 0, true),
+            ("90a", 10, 0, false),
+            ("100f", 10, 0, true),
+            ("x", 9, 0, false),
+        ] {
+            assert_eq!(runs_on(arch, major, minor), runs, "{arch} on {major}.{minor}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_has_failed_is_told_from_a_call_that_has() {
+        let said = |code| failed("cuEventSynchronize")(result::DriverError(code)).to_string();
+        assert_eq!(
+            said(sys::CUresult::CUDA_ERROR_ECC_UNCORRECTABLE),
+            "the GPU is lost: cuEventSynchronize failed, and nothing on it can be used until the process starts again"
+        );
+        assert_eq!(said(sys::CUresult::CUDA_ERROR_INVALID_VALUE), "cuEventSynchronize failed");
     }
 }

@@ -2,9 +2,9 @@
 
 use cudarc::driver::sys;
 
-use super::Arg;
+use super::{Arg, failed};
 use crate::dtype::DType;
-use crate::error::{KernelError, Result};
+use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// Columns of a tile: 128 bytes of bf16, which is as far as the swizzle reaches.
@@ -43,7 +43,7 @@ impl TensorMap {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
             .result()
-            .map_err(|source| KernelError::Driver { what: "cuTensorMapEncodeTiled", source })?;
+            .map_err(failed("cuTensorMapEncodeTiled"))?;
             map.assume_init()
         };
         let mut words = [0; 32];
