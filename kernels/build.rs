@@ -2,7 +2,8 @@
 //!
 //! nvcc is `NVCC`, or `$CUDA_HOME/bin/nvcc`, or what `kernels/toolchain.sh` installed, or the first on `PATH`. Without one the crate
 //! still builds, for the CPU alone; `DRAFTHORSE_REQUIRE_NVCC=1` makes that an error. `DRAFTHORSE_CUDA_ARCHS` lists targets, `90a` by
-//! default; a kernel with Hopper's own instructions is left out for others. Objects are kept by the hash of all that went into them, so a rebuild compiles what changed.
+//! default; a kernel with Hopper's own instructions is left out for others. Objects are kept by the hash of all that went into them, so a
+//! rebuild compiles what changed.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fmt::Write as _;
@@ -60,9 +61,13 @@ fn sources(ops: &Path) -> Vec<(String, PathBuf)> {
     sources
 }
 
+/// Where `toolchain.sh` installs, and where objects are kept for builds of other profiles.
+fn cache(root: &Path) -> PathBuf {
+    env::var("DRAFTHORSE_TOOLCHAIN_DIR").map_or_else(|_| root.join(".cache"), PathBuf::from)
+}
+
 fn find_nvcc(root: &Path) -> Option<PathBuf> {
-    let cache = env::var("DRAFTHORSE_TOOLCHAIN_DIR").map_or_else(|_| root.join(".cache"), PathBuf::from);
-    let installed = fs::read_dir(cache).ok().into_iter().flatten().flatten().map(|entry| entry.path());
+    let installed = fs::read_dir(cache(root)).ok().into_iter().flatten().flatten().map(|entry| entry.path());
     let installed =
         installed.filter(|path| path.join(".complete").exists()).map(|path| path.join("nvidia/cu13/bin/nvcc"));
     let on_path = env::var_os("PATH").into_iter().flat_map(|path| env::split_paths(&path).collect::<Vec<_>>());
@@ -110,6 +115,8 @@ fn compile_all(
         }
         fatbins.push((name.clone(), fatbin));
     }
+    let kept = cache(root).join("objects");
+    missing.retain(|(_, fatbin, _)| !copy(&kept.join(fatbin.file_name().expect("it was joined")), fatbin));
     // Two at once: a compiler takes up to 4 GB.
     for pair in missing.chunks(2) {
         std::thread::scope(|scope| {
@@ -118,7 +125,18 @@ fn compile_all(
             }
         });
     }
+    // A cache that cannot be written costs time, nothing else.
+    let _ = fs::create_dir_all(&kept);
+    for (_, fatbin, _) in &missing {
+        let _ = copy(fatbin, &kept.join(fatbin.file_name().expect("it was joined")));
+    }
     fatbins
+}
+
+/// Puts a copy of `from`, whole or not at all, at `to`. False if there is none.
+fn copy(from: &Path, to: &Path) -> bool {
+    let unfinished = to.with_extension(format!("{}.unfinished", std::process::id()));
+    fs::copy(from, &unfinished).and_then(|_| fs::rename(&unfinished, to)).is_ok()
 }
 
 /// What includes one of these is for compute capability 9.0 alone.

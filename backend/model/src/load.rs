@@ -74,11 +74,13 @@ pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
     let model = context.checked(build)?;
     let weight_bytes = context.weight_bytes();
     let quantization = schemes.name();
-    tracing::debug!(
+    let seconds = start.elapsed().as_secs_f64();
+    tracing::info!(
         architecture = config.architecture,
         quantization,
         weight_bytes,
-        seconds = start.elapsed().as_secs_f32(),
+        seconds,
+        gb_per_second = weight_bytes as f64 / 1e9 / seconds,
         "weights loaded"
     );
     Ok(Loaded { model, config, weight_bytes, quantization })

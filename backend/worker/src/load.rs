@@ -176,7 +176,10 @@ pub(crate) fn assemble(
             finished: Instant::now(),
         })
     };
-    let runner = take().map_err(|error| plan.explain(error))?;
+    let mut runner = take().map_err(|error| plan.explain(error))?;
+    if *device != Device::Cpu {
+        runner.warm_up()?;
+    }
     Ok((runner, ready))
 }
 

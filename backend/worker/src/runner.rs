@@ -7,7 +7,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use drafthorse_control::{Logprobs, Row, RowResult, Slot, Step, StepResult, Timing};
+use drafthorse_control::{
+    Admit, BlockId, Logprobs, Row, RowResult, SamplingParams, Slot, Step, StepResult, Timing, Wants,
+};
 use drafthorse_kernels::device::Stopwatch;
 use drafthorse_kernels::ops::copy_rows::copy;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
@@ -24,6 +26,9 @@ use crate::spec::{ProposeRow, Proposer};
 
 /// Steps that a rank has at once at most: one that the device runs, and one behind it.
 pub(crate) const MAX_IN_FLIGHT: usize = 2;
+
+/// Enough for the library for products of many rows to be used.
+const WARM_UP_TOKENS: usize = 16;
 
 /// Everything a rank runs steps with.
 pub(crate) struct Runner {
@@ -182,6 +187,42 @@ impl Runner {
             checksum.add_drafts(self.slots.drafts(row.slot));
         }
         Ok(StepResult { id: oldest.step, rows, checksum: checksum.value(), timing })
+    }
+
+    /// Runs a short prompt and a token after it, as step 1 to 3, and forgets them: kernels and libraries are loaded, and plans made,
+    /// before anyone waits for it.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    pub fn warm_up(&mut self) -> Result<()> {
+        let most = self.batch.limits().max_tokens.min(self.max_model_len.saturating_sub(2));
+        let num_tokens = most.min(WARM_UP_TOKENS).min(self.slots.block_size() - 1) as u32;
+        if num_tokens == 0 {
+            return Ok(());
+        }
+        let slot = Slot(0);
+        let admit = Admit {
+            slot,
+            tokens: vec![0; num_tokens as usize],
+            num_prompt: num_tokens,
+            num_cached: 0,
+            blocks: vec![BlockId(0)],
+            sampling: SamplingParams::default(),
+            grammar: None,
+            fork_of: None,
+            adapter: None,
+        };
+        let row = |num_tokens| Row { slot, num_tokens, num_drafts: 0, new_blocks: Vec::new(), wants: Wants::default() };
+        for step in [
+            Step { id: 1, admit: vec![admit], rows: vec![row(num_tokens)], ..Step::default() },
+            Step { id: 2, rows: vec![row(1)], ..Step::default() },
+            Step { id: 3, release: vec![slot], ..Step::default() },
+        ] {
+            self.launch(&step)?;
+            self.finish()?;
+        }
+        self.last_step = 0;
+        Ok(())
     }
 
     /// Slots, KV blocks and the batch as the step wants them.

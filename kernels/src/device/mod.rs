@@ -52,7 +52,9 @@ impl Device {
     /// # Errors
     /// `NoFatbin`, `NoDriver`, `NoDevice` or `Driver`, each saying what to do.
     pub fn cuda(ordinal: usize) -> Result<Self> {
-        Ok(Device::Cuda(Arc::new(CudaDevice::new(ordinal)?)))
+        let gpu = Arc::new(CudaDevice::new(ordinal)?);
+        gpu.load_blas_soon();
+        Ok(Device::Cuda(gpu))
     }
 
     /// Zeroed memory, owned by what is returned.

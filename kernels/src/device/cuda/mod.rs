@@ -13,7 +13,7 @@ mod tensor_map;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
@@ -50,6 +50,7 @@ pub struct CudaDevice {
     kernels: Mutex<Kernels>,
     /// Made at the first product of many rows: loading the library takes a while, and a GPU can do without.
     blas: OnceLock<blas::Blas>,
+    loading_blas: Mutex<()>,
     /// Zero between kernels: blocks of one launch count each other here.
     counters: sys::CUdeviceptr,
     /// Where blocks of one launch put parts of what is summed over blocks.
@@ -118,7 +119,7 @@ impl CudaDevice {
             result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(failed("cuMemsetD8"))?;
             let scratch =
                 result::malloc_sync(num_multiprocessors as usize * SCRATCH_BYTES).map_err(failed("cuMemAlloc"))?;
-            let (kernels, blas) = (Mutex::default(), OnceLock::new());
+            let (kernels, blas, loading_blas) = (Mutex::default(), OnceLock::new(), Mutex::default());
             let gpu = CudaDevice {
                 ordinal,
                 name,
@@ -129,6 +130,7 @@ impl CudaDevice {
                 is_hopper,
                 kernels,
                 blas,
+                loading_blas,
                 counters,
                 scratch,
             };
@@ -200,12 +202,31 @@ impl CudaDevice {
     /// The addresses must hold what the product reads and writes until the stream has passed it.
     pub(crate) unsafe fn blas_matmul(&self, product: Product, x: u64, weight: u64, y: u64) -> Result<()> {
         self.bind()?;
-        if self.blas.get().is_none() {
-            let _ = self.blas.set(blas::Blas::new()?);
-        }
-        let blas = self.blas.get().expect("it was just made");
         // SAFETY: the caller's promise.
-        unsafe { blas.matmul(self, product, x, weight, y) }
+        unsafe { self.blas()?.matmul(self, product, x, weight, y) }
+    }
+
+    /// The library, loaded at its first use.
+    fn blas(&self) -> Result<&blas::Blas> {
+        if let Some(blas) = self.blas.get() {
+            return Ok(blas);
+        }
+        let _turn = self.loading_blas.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.blas.get() {
+            Some(blas) => Ok(blas),
+            None => {
+                self.bind()?;
+                let made = blas::Blas::new()?;
+                Ok(self.blas.get_or_init(|| made))
+            }
+        }
+    }
+
+    /// Begins to load the library on a thread of its own: that takes as long as a model of some size does.
+    pub(super) fn load_blas_soon(self: &Arc<Self>) {
+        let gpu = self.clone();
+        // Whatever fails, fails again where the library is used, and is told there.
+        let _ = std::thread::Builder::new().name("cublas".into()).spawn(move || drop(gpu.blas().map(|_| ())));
     }
 
     /// The kernel `name` of `ops/*/source.cu`, loaded at its first use.
