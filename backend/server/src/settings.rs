@@ -43,7 +43,7 @@ pub const SETTINGS: &[Setting] = &[
         "weights that share a scale: 32, 64, 128, or -1 for a whole row; default by quant_type",
     ),
     setting("load_format", "auto", "auto, or dummy: weights are made up, for measuring; then no tokenizer is needed"),
-    setting("max_num_seqs", "64", "most sequences in one step").on_gpu("256"),
+    setting("max_num_seqs", "64", "most sequences in one step").on_gpu("512"),
     setting("max_num_batched_tokens", "512", "most tokens in one step, over all sequences").on_gpu("8192"),
     setting("max_model_len", "", "most tokens of a prompt and its output; default the model's context"),
     setting("block_size", "16", "tokens in a block of KV cache, a power of two").on_gpu("64"),

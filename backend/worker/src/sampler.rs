@@ -21,7 +21,7 @@ use crate::slots::{SlotState, Slots, count};
 pub(crate) fn logit_rows(device: &Device) -> usize {
     match device {
         Device::Cpu => 32,
-        Device::Cuda(_) => 256,
+        Device::Cuda(_) => 512,
     }
 }
 

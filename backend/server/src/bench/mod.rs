@@ -50,7 +50,7 @@ impl Plan {
         let waiting = self.throughput.map_or(0, |workload| workload.requests);
         let mut settings = vec![("time_device", "true".into()), ("max_waiting", waiting.max(1024).to_string())];
         if largest > 64 {
-            settings.push(("max_num_seqs", largest.max(256).to_string()));
+            settings.push(("max_num_seqs", largest.max(512).to_string()));
         }
         settings
     }

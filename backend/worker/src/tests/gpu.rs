@@ -82,10 +82,10 @@ fn every_size_gives_the_same_bits_recorded_op_by_op_and_again() {
     let random = |eager| {
         let change = |config: &mut WorkerConfig| {
             (config.random_weights, config.eager) = (true, eager);
-            (config.max_num_seqs, config.max_num_batched_tokens) = (256, 2048);
+            (config.max_num_seqs, config.max_num_batched_tokens) = (512, 4096);
         };
         let mut engine = engine(dir.path(), change);
-        (engine.max_seqs, engine.max_tokens) = (256, 2048);
+        (engine.max_seqs, engine.max_tokens) = (512, 4096);
         engine
     };
     let (mut recorded, mut op_by_op) = (random(false), random(true));
