@@ -21,7 +21,7 @@ use crate::error::{Result, WorkerError};
 use crate::graphs::Graphs;
 use crate::inputs::{Inputs, LogitRow, LogitsOf, PlannedRow};
 use crate::sampler::Sampler;
-use crate::slots::{Slots, changes_logits};
+use crate::slots::{SlotState, Slots, changes_logits};
 use crate::spec::{ProposeRow, Proposer};
 
 /// Steps that a rank has at once at most: one that the device runs, and one behind it.
@@ -122,7 +122,7 @@ impl Runner {
                 Some(admit) => {
                     changes_logits(&admit.sampling, admit.tokens.len().saturating_sub(admit.num_prompt as usize))
                 }
-                None => self.slots.try_state(row.slot).is_none_or(|state| state.changes_logits()),
+                None => self.slots.try_state(row.slot).is_none_or(SlotState::changes_logits),
             };
             let tells = row.wants.logprobs != Logprobs::None || row.wants.prompt_logprobs != Logprobs::None;
             row.num_drafts == 0 && !tells && !changed

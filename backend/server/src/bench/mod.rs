@@ -151,7 +151,7 @@ impl Bench<'_> {
             tokens_per_second: f64::from(batch) / tpot.as_secs_f64(),
             share_of_floor: floor.map(|floor| floor / tpot.as_secs_f64()),
             device_ms: (!busy.is_zero()).then(|| millis(busy)),
-            host_gap_us: (!busy.is_zero()).then(|| (tpot.as_secs_f64() - busy.as_secs_f64()) * 1e6),
+            host_gap_us: (!busy.is_zero()).then_some((tpot.as_secs_f64() - busy.as_secs_f64()) * 1e6),
             first_tokens_ms: millis(median(&mut prefills)),
         })
     }
