@@ -12,8 +12,7 @@ use crate::error::Result;
 
 /// Rows that steps are padded to. The next size costs at most a third more rows, and above 8 rows, where rows begin to cost, a quarter
 /// to a half of that in time; each recording takes a few megabytes.
-pub(crate) const SIZES: [usize; 19] =
-    [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512];
+pub(crate) const SIZES: [usize; 19] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512];
 
 /// What has been recorded, by size.
 pub(crate) struct Graphs {
