@@ -84,7 +84,10 @@ impl CudaDevice {
         if !unsafe { sys::is_culib_present() } {
             return Err(KernelError::NoDriver { reason: "libcuda.so.1 is not on the library path".into() });
         }
-        result::init().map_err(|err| KernelError::NoDriver { reason: err.to_string() })?;
+        result::init().map_err(|err| match err.0 {
+            sys::CUresult::CUDA_ERROR_NO_DEVICE => KernelError::NoDevice { ordinal, found: 0 },
+            _ => KernelError::NoDriver { reason: err.to_string() },
+        })?;
         let mut version = 0;
         // SAFETY: writes one integer.
         unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
