@@ -129,12 +129,13 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
     __shared__ bool is_last;
 
     launch_dependents();
-    wait_for_previous();
+    // With cos_sin no kernel of this step writes what is read of the cache, and `embed` lets none begin before the step's numbers
+    // are there: so keys and values set out before the kernel ahead has ended.
+    if (!cos_sin) wait_for_previous();
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const uint32_t group = shape.heads / shape.kv_heads;
     const Run run = find_run(cu_tokens, kv_lens, shape);
-    if (run.begin >= run.end) return;
 
     const uint32_t stages = shared_address(shared) + warp * kStages * T::kStageBytes;
     const auto ask = [&](const Cursor& at, uint32_t stage, bool valid) {
@@ -166,6 +167,8 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
         ask(asked, stage, num_asked < run.end);
         if (++num_asked < run.end) asked.next(cu_tokens, kv_lens, shape);
     }
+    if (cos_sin) wait_for_previous();
+    if (run.begin >= run.end) return;
 
     uint32_t q[kTiles][kDim / 16][4];
     float o[kTiles][kDim / 8][4];

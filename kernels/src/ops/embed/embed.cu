@@ -9,8 +9,9 @@
 
 extern "C" __global__ void __launch_bounds__(1024)
 embed_bf16(const bf16x8* __restrict__ table, const int* __restrict__ ids, bf16x8* __restrict__ y, uint32_t vocab, uint32_t hidden) {
-    launch_dependents();
+    // First of a step's kernels, and the other way round than all others: so none of them begins before the step's inputs are there.
     wait_for_previous();
+    launch_dependents();
     const uint32_t vectors = hidden / 8;
     const int id = ids[blockIdx.x];
     const bool known = id >= 0 && uint32_t(id) < vocab;

@@ -16,11 +16,16 @@
 #include "ptx.cuh"
 #include "reduce.cuh"
 
-// Times `weight`, for the eight elements at `i`.
-__device__ __forceinline__ bf16x8 scaled(const float8& r, float scale, const float4* weight, uint32_t i) {
-    const float4 low = weight[2 * i], high = weight[2 * i + 1];
-    return to_bf16({r.at[0] * scale * low.x, r.at[1] * scale * low.y, r.at[2] * scale * low.z, r.at[3] * scale * low.w,
-                    r.at[4] * scale * high.x, r.at[5] * scale * high.y, r.at[6] * scale * high.z, r.at[7] * scale * high.w});
+// Eight neighbouring weights.
+struct Weights {
+    float4 low, high;
+    __device__ __forceinline__ Weights(const float4* weight, uint32_t i) : low(weight[2 * i]), high(weight[2 * i + 1]) {}
+};
+
+__device__ __forceinline__ bf16x8 scaled(const bf16x8& stored, float scale, const Weights& w) {
+    const float8 r = to_float(stored);
+    return to_bf16({r.at[0] * scale * w.low.x, r.at[1] * scale * w.low.y, r.at[2] * scale * w.low.z, r.at[3] * scale * w.low.w,
+                    r.at[4] * scale * w.high.x, r.at[5] * scale * w.high.y, r.at[6] * scale * w.high.z, r.at[7] * scale * w.high.w});
 }
 
 __device__ __forceinline__ float sum_of_squares(const float8& r) {
@@ -30,36 +35,41 @@ __device__ __forceinline__ float sum_of_squares(const float8& r) {
     return sum;
 }
 
+// Of each thread's elements the first eight and their weights stay in registers, which is all of a row of up to 8192.
+// `load(i)` gives what is normalised, `load_again(i)` gives it once more.
+template <typename Load, typename Again>
+__device__ __forceinline__ void norm_row(const float4* weight, bf16x8* y, uint32_t vectors, float eps, Load load, Again load_again) {
+    launch_dependents();
+    // Weights do not depend on the kernel before.
+    const bool has_first = threadIdx.x < vectors;
+    const Weights weights(weight, has_first ? threadIdx.x : 0);
+    wait_for_previous();
+    bf16x8 first = {};
+    if (has_first) first = load(threadIdx.x);
+    float sum = sum_of_squares(to_float(first));
+    for (uint32_t i = threadIdx.x + blockDim.x; i < vectors; i += blockDim.x) sum += sum_of_squares(to_float(load(i)));
+    const float scale = rsqrtf(block_sum(sum) / (vectors * 8) + eps);
+    if (has_first) y[threadIdx.x] = scaled(first, scale, weights);
+    for (uint32_t i = threadIdx.x + blockDim.x; i < vectors; i += blockDim.x) y[i] = scaled(load_again(i), scale, Weights(weight, i));
+}
+
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_bf16(const bf16x8* __restrict__ x, const float4* __restrict__ weight, bf16x8* __restrict__ y, uint32_t hidden, float eps) {
-    launch_dependents();
-    wait_for_previous();
-    const uint32_t vectors = hidden / 8;
-    const size_t row = size_t(blockIdx.x) * vectors;
-    float sum = 0.0f;
-    for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) sum += sum_of_squares(to_float(x[row + i]));
-    const float scale = rsqrtf(block_sum(sum) / hidden + eps);
-    for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) y[row + i] = scaled(to_float(x[row + i]), scale, weight, i);
+    const size_t row = size_t(blockIdx.x) * (hidden / 8);
+    const auto load = [&](uint32_t i) { return x[row + i]; };
+    norm_row(weight, y + row, hidden / 8, eps, load, load);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
 add_rms_norm_bf16(bf16x8* __restrict__ x, bf16x8* __restrict__ residual, const float4* __restrict__ weight, uint32_t hidden, float eps) {
-    launch_dependents();
-    wait_for_previous();
-    const uint32_t vectors = hidden / 8;
-    const size_t row = size_t(blockIdx.x) * vectors;
-    float sum = 0.0f;
-    for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+    const size_t row = size_t(blockIdx.x) * (hidden / 8);
+    const auto add = [&](uint32_t i) {
         float8 r = to_float(residual[row + i]);
         const float8 added = to_float(x[row + i]);
 #pragma unroll
         for (int j = 0; j < 8; ++j) r.at[j] += added.at[j];
-        const bf16x8 stored = to_bf16(r);
-        residual[row + i] = stored;
-        // Normalise what was stored: the next layer reads the rounded residual, not this fp32 sum.
-        sum += sum_of_squares(to_float(stored));
-    }
-    const float scale = rsqrtf(block_sum(sum) / hidden + eps);
-    // Each thread reads back its own residuals, which are still in L1.
-    for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) x[row + i] = scaled(to_float(residual[row + i]), scale, weight, i);
+        // Normalise what is stored: the next layer reads the rounded residual, not this fp32 sum.
+        return residual[row + i] = to_bf16(r);
+    };
+    norm_row(weight, x + row, hidden / 8, eps, add, [&](uint32_t i) { return residual[row + i]; });
 }
