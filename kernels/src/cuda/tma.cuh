@@ -38,6 +38,17 @@ __device__ __forceinline__ void copy_tile(uint32_t to_shared, const TensorMap* m
                  : "memory");
 }
 
+// Stores at this place in a block of the cluster.
+__device__ __forceinline__ void store_at(uint32_t block, uint32_t place, uint64_t value) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.u64 [there], %2;\n}" ::"r"(place),
+                 "r"(block), "l"(value)
+                 : "memory");
+}
+// All threads of the cluster's blocks.
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // Barriers among `threads` of a block, by number; 0 is __syncthreads.
 __device__ __forceinline__ void sync_some(uint32_t number, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

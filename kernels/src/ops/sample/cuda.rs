@@ -1,4 +1,4 @@
-//! Launches `sample.cu`.
+//! Launches `sample_cluster.cu` for few rows on Hopper, `sample.cu` for others.
 
 use super::{OP, SampleRows};
 use crate::device::cuda::{CudaDevice, Launch};
@@ -12,6 +12,11 @@ const THREADS: u32 = 1024;
 const MOST_PARTS: usize = 32;
 /// Logits that are worth a block of their own.
 const PART: usize = 4096;
+/// Rows that are worth eight blocks each: about as many clusters run at once on 132 multiprocessors.
+const FEW_ROWS: usize = 16;
+/// Blocks of a row in `sample_cluster.cu`, and dynamic shared memory that each may ask for beside its own.
+const CLUSTER: usize = 8;
+const MOST_SHARED: usize = 220 << 10;
 /// Weights are summed as integers that a larger vocabulary might overflow.
 const MOST_VOCAB: usize = 1 << 18;
 
@@ -30,6 +35,9 @@ pub(super) fn sample(
     let (num_rows, vocab) = logits.rows_cols();
     if vocab > MOST_VOCAB {
         return Err(KernelError::Value { op: OP, arg: "vocab", got: vocab as i64, want: "at most 262144 on a GPU" });
+    }
+    if device.is_hopper() && num_rows <= FEW_ROWS {
+        return sample_cluster(device, logits, rows, ids);
     }
     // About two blocks a multiprocessor.
     let shares = (2 * device.num_multiprocessors() as usize).div_ceil(num_rows.max(1));
@@ -50,6 +58,28 @@ pub(super) fn sample(
     ];
     // SAFETY: `mod.rs` checked the shapes, and there is a counter for as many rows as a grid has.
     unsafe { Launch::new([parts, num_rows], THREADS).run(device, OP, "sample", &args) }
+}
+
+fn sample_cluster(device: &CudaDevice, logits: &Tensor, rows: &SampleRows<'_>, ids: &mut Tensor) -> Result<()> {
+    let (num_rows, vocab) = logits.rows_cols();
+    // A block's weights, and its logits if they fit beside them.
+    let run_bytes = vocab.div_ceil(CLUSTER).next_multiple_of(4) * size_of::<f32>();
+    let keeps_logits = 2 * run_bytes <= MOST_SHARED;
+    let args = [
+        logits.into(),
+        rows.temperature.into(),
+        rows.top_k.into(),
+        rows.top_p.into(),
+        rows.min_p.into(),
+        rows.seed.into(),
+        rows.position.into(),
+        ids.into(),
+        (vocab as u32).into(),
+        u32::from(keeps_logits).into(),
+    ];
+    let launch = Launch::new([CLUSTER, num_rows], THREADS).shared_bytes(run_bytes * (1 + usize::from(keeps_logits)));
+    // SAFETY: `mod.rs` checked the shapes.
+    unsafe { launch.run(device, "sample_cluster", "sample_cluster", &args) }
 }
 
 #[cfg(test)]
@@ -100,9 +130,19 @@ mod tests {
             (100.0, 0, 0.5, 0.0),
             (0.01, 7, 0.1, 0.5),
         ];
-        for (rows, vocab, quarters) in
-            [(18, 5, true), (36, 1003, true), (90, 49_152, false), (27, 128_256, false), (18, 128_256, true)]
-        {
+        // On Hopper few rows and many have kernels of their own.
+        let shapes = [
+            (9, 5, true),
+            (18, 5, true),
+            (16, 1003, false),
+            (36, 1003, true),
+            (90, 49_152, false),
+            (9, 128_256, false),
+            (9, 128_256, true),
+            (27, 128_256, false),
+            (18, 128_256, true),
+        ];
+        for (rows, vocab, quarters) in shapes {
             // In quarters there are many ties.
             let logits: Vec<f32> = (0..rows * vocab)
                 .map(|_| {

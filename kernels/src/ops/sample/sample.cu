@@ -1,4 +1,4 @@
-// sample: one token a row, by the law in mod.rs, without sorting the vocabulary.
+// sample: one token a row, by the law in mod.rs, without sorting the vocabulary. For many rows; few on Hopper have sample_cluster.cu.
 //
 // Reads    logits [rows, vocab] f32; temperature, top_p, min_p [rows] f32; top_k, position [rows] i32; seed [rows, 2] i32
 // Writes   ids [rows] i32
@@ -15,11 +15,11 @@
 #include "exp.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
+#include "sampling.cuh"
 
 constexpr uint32_t kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kPivots = 8;
 constexpr uint32_t kMostSorted = 1024;
-constexpr float kOne = 17592186044416.0f;  // 2^44
 
 struct Shared {
     uint64_t of_warp[kWarps][kPivots];
@@ -30,12 +30,6 @@ struct Shared {
     uint32_t answer;
     bool is_last;
 };
-
-__device__ __forceinline__ uint64_t warp_sum_u64(uint64_t x) {
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
-    return x;
-}
 
 struct Row {
     const float* logits;
@@ -69,13 +63,6 @@ __device__ __forceinline__ void add_up(const uint64_t (&mine)[kPivots], Shared& 
     }
     __syncthreads();
 }
-
-// What reaches a limit: a count exactly, a share of weights as the reference compares it, in double.
-struct Limit {
-    bool by_weight;
-    double at;
-    __device__ __forceinline__ bool reached(uint64_t mass) const { return double(mass) >= at; }
-};
 
 // The largest key k such that what has keys >= k reaches the limit; all that has keys > low does.
 __device__ __forceinline__ uint32_t threshold(const Row& row, const Limit& limit, uint32_t low, Shared& shared) {
@@ -167,19 +154,6 @@ __device__ __forceinline__ uint32_t threshold(const Row& row, const Limit& limit
         return answer;
     }
     return high;
-}
-
-// Salmon et al. 2011, Philox4x32-10: words 0 and 1 of counter {position, 0, 0, 0}.
-__device__ __forceinline__ uint64_t random_bits(uint32_t position, uint32_t key0, uint32_t key1) {
-    uint32_t c0 = position, c1 = 0, c2 = 0, c3 = 0;
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        const uint32_t high0 = __umulhi(0xd2511f53u, c0), low0 = 0xd2511f53u * c0;
-        const uint32_t high1 = __umulhi(0xcd9e8d57u, c2), low1 = 0xcd9e8d57u * c2;
-        c0 = high1 ^ c1 ^ key0, c1 = low1, c2 = high0 ^ c3 ^ key1, c3 = low0;
-        key0 += 0x9e3779b9u, key1 += 0xbb67ae85u;
-    }
-    return uint64_t(c0) << 32 | c1;
 }
 
 // The first token at which the sum of kept weights exceeds `bits` / 2^53 of their total, `least` being the least key that is kept.
