@@ -1,7 +1,8 @@
 //! All decoder layers and the head of a Llama-shaped model, one graph: what a decode step costs without sampling.
 
 use drafthorse_kernels::ops::attention::{Heads, Ragged, rope_attention};
-use drafthorse_kernels::ops::matmul_bf16::cuda::{gated as gated_matmul, matmul};
+use drafthorse_kernels::ops::matmul_bf16::Squares;
+use drafthorse_kernels::ops::matmul_bf16::cuda::{add_norm, gated_normed, matmul, matmul_normed};
 use drafthorse_kernels::ops::rms_norm::add_rms_norm;
 use drafthorse_kernels::ops::rope::{RopeParams, RopeScaling, RopeTable};
 use drafthorse_kernels::ops::silu_mul::silu_mul;
@@ -117,19 +118,35 @@ fn decode(device: &Device, random: &mut Random, shape: &Shape) -> Result<()> {
         let mut attended = empty(heads.num_heads * heads.head_dim, DType::BF16)?;
         let mut gate_up = empty(2 * inner, DType::BF16)?;
         let mut gated = empty(inner, DType::BF16)?;
+        let mut squares = empty(hidden / 16, DType::F32)?;
         let mut logits = empty(shape.vocab, DType::F32)?;
         let us = timer.whole(|| {
-            for layer in &mut layers {
-                add_rms_norm(&mut x, &mut residual, &layer.norms[0], 1e-5)?;
-                matmul(gpu, &x, &layer.qkv, &mut qkv)?;
+            let spreads = seqs <= 8;
+            for (i, layer) in layers.iter_mut().enumerate() {
+                let parts = Squares { parts: &squares, eps: 1e-5 };
+                if i == 0 || !spreads {
+                    add_rms_norm(&mut x, &mut residual, &layer.norms[0], 1e-5)?;
+                    matmul(gpu, &x, &layer.qkv, &mut qkv)?;
+                } else {
+                    matmul_normed(gpu, &x, parts, &layer.qkv, &mut qkv)?;
+                }
                 let Layer { k, v, .. } = layer;
                 rope_attention(&mut qkv, k, v, &positions, &table, &ragged, heads, 0.088, &mut attended, &workspace)?;
+                if spreads {
+                    add_norm(gpu, &attended, &layer.o, &mut residual, &layer.norms[1], &mut x, &mut squares)?;
+                    let parts = Squares { parts: &squares, eps: 1e-5 };
+                    gated_normed(gpu, &x, parts, &layer.gate_up, &mut gated)?;
+                    if i + 1 == shape.layers {
+                        matmul(gpu, &gated, &layer.down, &mut x)?;
+                    } else {
+                        add_norm(gpu, &gated, &layer.down, &mut residual, &layer.norms[0], &mut x, &mut squares)?;
+                    }
+                    continue;
+                }
                 matmul(gpu, &attended, &layer.o, &mut x)?;
                 add_rms_norm(&mut x, &mut residual, &layer.norms[1], 1e-5)?;
-                if !gated_matmul(gpu, &x, &layer.gate_up, &mut gated)? {
-                    matmul(gpu, &x, &layer.gate_up, &mut gate_up)?;
-                    silu_mul(&gate_up, &mut gated)?;
-                }
+                matmul(gpu, &x, &layer.gate_up, &mut gate_up)?;
+                silu_mul(&gate_up, &mut gated)?;
                 matmul(gpu, &gated, &layer.down, &mut x)?;
             }
             add_rms_norm(&mut x, &mut residual, &layers[0].norms[0], 1e-5)?;

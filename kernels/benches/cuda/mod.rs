@@ -68,11 +68,11 @@ fn matmuls(device: &Device, random: &mut Random) -> Result<()> {
             let x = random.tensor([rows, inner])?;
             let mut y = Tensor::zeros(device, "y", [rows, out], DType::BF16)?;
             let mut by = |by| timer.each(copies, |i| matmul_by(by, gpu, &x, &weights[i], &mut y));
-            let few = if rows <= 8 { by(By::FewRows)? } else { f64::NAN };
-            let (us, library) = (by(By::MidRows)?, by(By::Library)?);
+            let library = by(By::Library)?;
+            let us = if rows <= 8 { by(By::FewRows)? } else { library };
             let bytes = 2.0 * (out * inner + rows * (inner + out)) as f64;
             let shape = format!("{name} m={rows} n={out} k={inner}");
-            line("mid_rows", &shape, us, bytes, &format!("{library:.1} us cublaslt, {few:.1} us few_rows"));
+            line("matmul", &shape, us, bytes, &format!("{library:.1} us cublaslt"));
         }
     }
     Ok(())

@@ -9,11 +9,12 @@ use drafthorse_kernels::ops::attention::{Heads, rope_attention, workspace_bytes}
 use drafthorse_kernels::ops::rope::RopeTable;
 
 use super::linear::Linear;
+use super::norm::{RmsNorm, Spread};
 use crate::error::{ModelError, Result};
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
 use crate::models::{StepSize, tensor_bytes};
-use crate::quant::Part;
+use crate::quant::{Part, SpreadNorm};
 use crate::weights::{Loader, Shard};
 
 /// One layer's attention on one rank: an equal share of the query heads, and the KV heads those read.
@@ -60,18 +61,47 @@ impl Attention {
 
     /// `x` becomes the attention of `x`; its K and V go to the cache first, so a token sees itself.
     pub(crate) fn forward(&self, x: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
-        let (tokens, _) = x.rows_cols();
+        let mut qkv = self.qkv.output(x.rows_cols().0, x.dtype(), cx)?;
+        self.qkv.forward(x, &mut qkv, cx)?;
+        let attended = self.attend(&mut qkv, cx)?;
+        self.output.forward(&attended, x, cx)
+    }
+
+    /// [`forward`](Self::forward) of what may have yet to be normalised; its result goes to the residual stream, and `x` becomes the input
+    /// of what comes after the norm `next`.
+    pub(crate) fn forward_spread(
+        &self,
+        x: &mut Tensor,
+        spread: &mut Spread<'_>,
+        next: &RmsNorm,
+        [qkv_kernels, output_kernels]: [&dyn SpreadNorm; 2],
+        cx: &mut Forward<'_>,
+    ) -> Result<()> {
+        let mut qkv = self.qkv.output(x.rows_cols().0, x.dtype(), cx)?;
+        match spread.pending() {
+            Some(squares) => qkv_kernels.matmul(x, squares, &mut qkv)?,
+            None => self.qkv.forward(x, &mut qkv, cx)?,
+        }
+        let attended = self.attend(&mut qkv, cx)?;
+        spread.add(&attended, output_kernels, next, x)
+    }
+
+    /// What [`forward_spread`](Self::forward_spread) needs, where there is such for so many rows.
+    pub(crate) fn spread_norm(&self, tokens: usize) -> Option<[&dyn SpreadNorm; 2]> {
+        Some([self.qkv.spread_norm(tokens)?, self.output.spread_norm(tokens)?])
+    }
+
+    /// All heads' outputs, `[tokens, heads * head_dim]`.
+    fn attend(&self, qkv: &mut Tensor, cx: &mut Forward<'_>) -> Result<Tensor> {
+        let (tokens, _) = qkv.rows_cols();
         let batch = cx.batch;
         let sequences = batch.sequences();
         let ragged = sequences.ragged();
-
-        let mut qkv = self.qkv.output(tokens, x.dtype(), cx)?;
-        self.qkv.forward(x, &mut qkv, cx)?;
         let [k, v] = cx.kv.layer(self.kv_layer)?;
-        let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], x.dtype())?;
+        let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], qkv.dtype())?;
         let (positions, heads, scale) = (batch.positions(), self.heads, self.scale);
-        rope_attention(&mut qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace)?;
-        self.output.forward(&attended, x, cx)
+        rope_attention(qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace)?;
+        Ok(attended)
     }
 
     pub(crate) fn kv_layer(&self) -> KvLayer {

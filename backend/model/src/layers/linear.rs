@@ -8,7 +8,7 @@ use drafthorse_kernels::{DType, Tensor};
 
 use crate::error::Result;
 use crate::forward::Forward;
-use crate::quant::{Activation, Part, QuantScheme, QuantWeight};
+use crate::quant::{Activation, Part, QuantScheme, QuantWeight, SpreadNorm};
 use crate::weights::{Loader, Shard};
 
 /// `y = x @ weightᵀ + bias`.
@@ -51,6 +51,11 @@ impl Linear {
             add_bias(y, bias)?;
         }
         Ok(())
+    }
+
+    /// Kernels that share a normalisation, where there are some for so many rows and nothing else comes after the product.
+    pub(crate) fn spread_norm(&self, tokens: usize) -> Option<&dyn SpreadNorm> {
+        if self.bias.is_some() || self.sums_over_ranks { None } else { self.weight.spread_norm(tokens) }
     }
 
     /// `silu(first half) * second half` of the outputs, of a column-parallel layer. `false`, and nothing done, where it takes two passes.

@@ -6,10 +6,11 @@ use drafthorse_kernels::Tensor;
 use drafthorse_kernels::ops::silu_mul::silu_mul;
 
 use super::linear::Linear;
+use super::norm::{RmsNorm, Spread};
 use crate::error::Result;
 use crate::forward::Forward;
 use crate::models::tensor_bytes;
-use crate::quant::Part;
+use crate::quant::{Part, SpreadNorm};
 use crate::weights::{Loader, Shard};
 
 /// Gate and up are one weight, so that the input is read once.
@@ -42,6 +43,30 @@ impl GatedMlp {
             silu_mul(&gate_up, &mut gated)?;
         }
         self.down.forward(&gated, x, cx)
+    }
+
+    /// [`forward`](Self::forward) of what has yet to be normalised; its result goes to the residual stream, and `x` becomes the input of
+    /// what comes after the norm `next`. Without one, `x` becomes the result.
+    pub(crate) fn forward_spread(
+        &self,
+        x: &mut Tensor,
+        spread: &mut Spread<'_>,
+        next: Option<&RmsNorm>,
+        [gate_up_kernels, down_kernels]: [&dyn SpreadNorm; 2],
+        cx: &Forward<'_>,
+    ) -> Result<()> {
+        let Some(squares) = spread.pending() else { return self.forward(x, cx) };
+        let mut gated = cx.take([x.rows_cols().0, self.intermediate], x.dtype())?;
+        gate_up_kernels.gated(x, squares, &mut gated)?;
+        match next {
+            Some(next) => spread.add(&gated, down_kernels, next, x),
+            None => self.down.forward(&gated, x, cx),
+        }
+    }
+
+    /// What [`forward_spread`](Self::forward_spread) needs, where there is such for so many rows.
+    pub(crate) fn spread_norm(&self, tokens: usize) -> Option<[&dyn SpreadNorm; 2]> {
+        Some([self.gate_up.spread_norm(tokens)?, self.down.spread_norm(tokens)?])
     }
 
     /// Scratch memory that [`forward`](Self::forward) takes.

@@ -9,4 +9,4 @@ mod norm;
 pub(crate) use attention::Attention;
 pub(crate) use embedding::{Embedding, LmHead};
 pub(crate) use mlp::GatedMlp;
-pub(crate) use norm::RmsNorm;
+pub(crate) use norm::{RmsNorm, Spread};

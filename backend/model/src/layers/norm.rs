@@ -1,9 +1,11 @@
 //! Root-mean-square normalisation with a weight.
 
 use drafthorse_kernels::Tensor;
+use drafthorse_kernels::ops::matmul_bf16::Squares;
 use drafthorse_kernels::ops::rms_norm::{add_rms_norm, rms_norm};
 
 use crate::error::Result;
+use crate::quant::SpreadNorm;
 use crate::weights::{Loader, Shard};
 
 /// `x / sqrt(mean(x²) + eps) * weight`, alike on every rank.
@@ -27,5 +29,29 @@ impl RmsNorm {
     /// `residual += x`, then `x = norm(residual)`.
     pub(crate) fn add(&self, x: &mut Tensor, residual: &mut Tensor) -> Result<()> {
         Ok(add_rms_norm(x, residual, &self.weight, self.eps)?)
+    }
+}
+
+/// The residual stream while its normalisations are spread over the products around them (`SpreadNorm`): layers then take and leave an
+/// `x` that has yet to be divided.
+pub(crate) struct Spread<'a> {
+    pub(crate) residual: &'a mut Tensor,
+    /// `[tokens, hidden / 16]` f32.
+    pub(crate) squares: Tensor,
+    /// Of the norm that `x` has yet to be divided by; none if it was normalised whole.
+    pub(crate) eps: Option<f32>,
+}
+
+impl Spread<'_> {
+    /// What `x` has yet to be divided by.
+    pub(crate) fn pending(&self) -> Option<Squares<'_>> {
+        self.eps.map(|eps| Squares { parts: &self.squares, eps })
+    }
+
+    /// `residual += x @ weightᵀ`; `y` becomes the next layer's input.
+    pub(crate) fn add(&mut self, x: &Tensor, weight: &dyn SpreadNorm, next: &RmsNorm, y: &mut Tensor) -> Result<()> {
+        weight.add_norm(x, self.residual, &next.weight, y, &mut self.squares)?;
+        self.eps = Some(next.eps);
+        Ok(())
     }
 }

@@ -4,14 +4,15 @@
 
 use std::sync::Arc;
 
-use drafthorse_kernels::Tensor;
 use drafthorse_kernels::ops::rope::RopeTable;
+use drafthorse_kernels::{DType, Tensor};
 
 use super::model::{Model, StepSize, tensor_bytes};
 use crate::error::Result;
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
-use crate::layers::{Attention, Embedding, GatedMlp, LmHead, RmsNorm};
+use crate::layers::{Attention, Embedding, GatedMlp, LmHead, RmsNorm, Spread};
+use crate::quant::SpreadNorm;
 use crate::weights::Loader;
 
 /// `LlamaForCausalLM` and its kin.
@@ -68,6 +69,23 @@ impl DecoderLayer {
         self.post_norm.add(x, residual)?;
         self.mlp.forward(x, cx)
     }
+
+    /// [`forward`](Self::forward) with norms that are spread over the products around them; `next` is that of the layer after.
+    fn forward_spread(
+        &self,
+        x: &mut Tensor,
+        spread: &mut Spread<'_>,
+        next: Option<&RmsNorm>,
+        [attention, mlp]: [[&dyn SpreadNorm; 2]; 2],
+        cx: &mut Forward<'_>,
+    ) -> Result<()> {
+        self.attention.forward_spread(x, spread, &self.post_norm, attention, cx)?;
+        self.mlp.forward_spread(x, spread, next, mlp, cx)
+    }
+
+    fn spread_norm(&self, tokens: usize) -> Option<[[&dyn SpreadNorm; 2]; 2]> {
+        Some([self.attention.spread_norm(tokens)?, self.mlp.spread_norm(tokens)?])
+    }
 }
 
 impl Model for Llama {
@@ -76,14 +94,31 @@ impl Model for Llama {
         let mut x = self.embed.output(cx)?;
         let mut residual = self.embed.output(cx)?;
         self.embed.forward(&mut residual, cx)?;
-        for (i, layer) in self.layers.iter().enumerate() {
-            match i {
-                0 => layer.input_norm.forward(&residual, &mut x)?,
-                _ => layer.input_norm.add(&mut x, &mut residual)?,
+        let (tokens, _) = x.rows_cols();
+        let spread_norms: Option<Vec<_>> = self.layers.iter().map(|layer| layer.spread_norm(tokens)).collect();
+        let Some(spread_norms) = spread_norms else {
+            for (i, layer) in self.layers.iter().enumerate() {
+                match i {
+                    0 => layer.input_norm.forward(&residual, &mut x)?,
+                    _ => layer.input_norm.add(&mut x, &mut residual)?,
+                }
+                cx.tap(i, &residual)?;
+                layer.forward(&mut x, &mut residual, cx)?;
             }
-            cx.tap(i, &residual)?;
-            layer.forward(&mut x, &mut residual, cx)?;
+            self.norm.add(&mut x, &mut residual)?;
+            return Ok(x);
+        };
+        let squares = cx.take([tokens, self.hidden_size / 16], DType::F32)?;
+        let mut spread = Spread { residual: &mut residual, squares, eps: None };
+        for (i, (layer, kernels)) in self.layers.iter().zip(spread_norms).enumerate() {
+            if i == 0 {
+                layer.input_norm.forward(spread.residual, &mut x)?;
+            }
+            cx.tap(i, spread.residual)?;
+            let next = self.layers.get(i + 1).map(|layer| &layer.input_norm);
+            layer.forward_spread(&mut x, &mut spread, next, kernels, cx)?;
         }
+        drop(spread);
         self.norm.add(&mut x, &mut residual)?;
         Ok(x)
     }
@@ -104,7 +139,9 @@ impl Model for Llama {
         };
         let layers = self.layers.iter().map(of_layer).max().unwrap_or(0);
         let head = hidden(step.logit_rows) + self.lm_head.workspace_bytes(step.logit_rows);
-        hidden(step.tokens) + head.max(hidden(step.tokens) + layers)
+        // The squares of spread norms, in f32.
+        let squares = tensor_bytes(step.tokens * self.hidden_size / 16, 4);
+        hidden(step.tokens) + head.max(hidden(step.tokens) + squares + layers)
     }
 }
 

@@ -1,17 +1,17 @@
 //! The kernels' weights as [`QuantWeight`]s: all have the same functions.
 
 use drafthorse_kernels::ops::matmul::workspace_bytes;
-use drafthorse_kernels::ops::matmul_bf16::{self, Bf16Weight};
+use drafthorse_kernels::ops::matmul_bf16::{self, Bf16Weight, Squares};
 use drafthorse_kernels::ops::matmul_f32::{self, F32Weight};
 use drafthorse_kernels::ops::matmul_int4::{self, Int4Weight};
 use drafthorse_kernels::ops::matmul_int8::{self, Int8Weight};
 use drafthorse_kernels::{DType, Device, Tensor, Workspace};
 
-use super::scheme::{Activation, ActivationFormat, QuantWeight};
+use super::scheme::{Activation, ActivationFormat, QuantWeight, SpreadNorm};
 use crate::error::Result;
 
 macro_rules! quant_weight {
-    ($weight:ty, $op:ident $(, $gated:path)?) => {
+    ($weight:ty, $op:ident $(, $gated:path, $spreads:path)?) => {
         impl QuantWeight for $weight {
             fn activation(&self) -> ActivationFormat {
                 ActivationFormat::Float
@@ -23,6 +23,10 @@ macro_rules! quant_weight {
 
             $(fn gated(&self, x: &Activation<'_>, y: &mut Tensor) -> Result<bool> {
                 Ok($gated(x.values, self, y)?)
+            }
+
+            fn spread_norm(&self, tokens: usize) -> Option<&dyn SpreadNorm> {
+                $spreads(self, tokens).then_some(self)
             })?
 
             fn gather(&self, ids: &Tensor, y: &mut Tensor) -> Result<()> {
@@ -49,10 +53,31 @@ macro_rules! quant_weight {
     };
 }
 
-quant_weight!(Bf16Weight, matmul_bf16, matmul_bf16::gated);
+quant_weight!(Bf16Weight, matmul_bf16, matmul_bf16::gated, matmul_bf16::spreads_norm);
 quant_weight!(F32Weight, matmul_f32);
 quant_weight!(Int8Weight, matmul_int8);
 quant_weight!(Int4Weight, matmul_int4);
+
+impl SpreadNorm for Bf16Weight {
+    fn add_norm(
+        &self,
+        x: &Tensor,
+        residual: &mut Tensor,
+        norm: &Tensor,
+        y: &mut Tensor,
+        squares: &mut Tensor,
+    ) -> Result<()> {
+        Ok(matmul_bf16::add_norm(x, self, residual, norm, y, squares)?)
+    }
+
+    fn matmul(&self, x: &Tensor, squares: Squares<'_>, y: &mut Tensor) -> Result<()> {
+        Ok(matmul_bf16::matmul_normed(x, squares, self, y)?)
+    }
+
+    fn gated(&self, x: &Tensor, squares: Squares<'_>, y: &mut Tensor) -> Result<()> {
+        Ok(matmul_bf16::gated_normed(x, squares, self, y)?)
+    }
+}
 
 /// All rows on the host.
 fn dense([out, inputs]: [usize; 2], read_row: impl Fn(usize, &mut [f32])) -> Result<Tensor> {

@@ -11,7 +11,7 @@ mod weight_only_int8;
 
 use bf16::Unquantized;
 use gguf_blocks::GgufBlocks;
-pub use scheme::{Activation, ActivationFormat, Part, QuantScheme, QuantWeight};
+pub use scheme::{Activation, ActivationFormat, Part, QuantScheme, QuantWeight, SpreadNorm};
 use weight_only_int4::WeightOnlyInt4;
 use weight_only_int8::WeightOnlyInt8;
 

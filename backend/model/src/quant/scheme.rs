@@ -1,5 +1,6 @@
 //! The seam for weight formats.
 
+use drafthorse_kernels::ops::matmul_bf16::Squares;
 use drafthorse_kernels::{Tensor, Workspace};
 
 use crate::error::Result;
@@ -60,6 +61,26 @@ pub trait QuantScheme: Send + Sync {
     }
 }
 
+/// Products that share a normalisation, so that nothing stands between them: one adds to the residual and gathers squares, the next
+/// divides by their mean. What is between is `[tokens, width]` residual times the norm's weight.
+pub trait SpreadNorm {
+    /// `residual += x @ weightᵀ`, `y = residual * norm`, and the squares of `residual` in parts, `[tokens, out / 16]` f32.
+    fn add_norm(
+        &self,
+        x: &Tensor,
+        residual: &mut Tensor,
+        norm: &Tensor,
+        y: &mut Tensor,
+        squares: &mut Tensor,
+    ) -> Result<()>;
+
+    /// As [`QuantWeight::matmul`], of rows that have yet to be divided.
+    fn matmul(&self, x: &Tensor, squares: Squares<'_>, y: &mut Tensor) -> Result<()>;
+
+    /// As [`QuantWeight::gated`], of rows that have yet to be divided.
+    fn gated(&self, x: &Tensor, squares: Squares<'_>, y: &mut Tensor) -> Result<()>;
+}
+
 /// One linear layer's weight on the device, `[out, in]`, laid out as its kernel wants it.
 pub trait QuantWeight: Send + Sync {
     /// The format [`matmul`](Self::matmul) takes its inputs in.
@@ -72,6 +93,11 @@ pub trait QuantWeight: Send + Sync {
     /// kernel for it.
     fn gated(&self, _x: &Activation<'_>, _y: &mut Tensor) -> Result<bool> {
         Ok(false)
+    }
+
+    /// Kernels that share a normalisation, where there are some for so many rows.
+    fn spread_norm(&self, _tokens: usize) -> Option<&dyn SpreadNorm> {
+        None
     }
 
     /// `y[t] = weight[ids[t]]`: an embedding lookup, so that a tied head needs no second copy.

@@ -35,9 +35,6 @@ const OLDEST_DRIVER: i32 = 13_000;
 /// How many blocks of a launch may be counted apart: pairs of a sequence and a KV head.
 pub(crate) const COUNTERS: usize = 1 << 18;
 
-/// Bytes of [`CudaDevice::scratch`] for each multiprocessor: two tiles of 128 x 128 f32.
-const SCRATCH_BYTES: usize = 2 * 128 * 128 * 4;
-
 /// A GPU, opened.
 pub struct CudaDevice {
     ordinal: usize,
@@ -53,8 +50,6 @@ pub struct CudaDevice {
     loading_blas: Mutex<()>,
     /// Zero between kernels: blocks of one launch count each other here.
     counters: sys::CUdeviceptr,
-    /// Where blocks of one launch put parts of what is summed over blocks.
-    scratch: sys::CUdeviceptr,
 }
 
 /// Loaded modules by source, and their functions by source and name.
@@ -120,8 +115,6 @@ impl CudaDevice {
                 result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
             let counters = result::malloc_sync(COUNTERS * 4).map_err(failed("cuMemAlloc"))?;
             result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(failed("cuMemsetD8"))?;
-            let scratch =
-                result::malloc_sync(num_multiprocessors as usize * SCRATCH_BYTES).map_err(failed("cuMemAlloc"))?;
             let (kernels, blas, loading_blas) = (Mutex::default(), OnceLock::new(), Mutex::default());
             let gpu = CudaDevice {
                 ordinal,
@@ -135,7 +128,6 @@ impl CudaDevice {
                 blas,
                 loading_blas,
                 counters,
-                scratch,
             };
             Ok(gpu)
         }
@@ -186,10 +178,6 @@ impl CudaDevice {
 
     pub(crate) fn stream(&self) -> sys::CUstream {
         self.stream
-    }
-
-    pub(crate) fn scratch(&self) -> u64 {
-        self.scratch
     }
 
     pub(crate) fn counters(&self) -> u64 {

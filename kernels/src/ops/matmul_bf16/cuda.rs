@@ -1,10 +1,11 @@
-//! Few rows by `few_rows.cu`, many by cuBLASLt. `mid_rows.cu` is not yet as fast as either and is chosen by name alone.
+//! Few rows by `few_rows.cu`, many by cuBLASLt.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
 
+use super::Squares;
 use crate::device::Device;
 use crate::device::cuda::{CudaDevice, Launch, Product};
 use crate::dtype::DType;
@@ -13,37 +14,29 @@ use crate::tensor::{Tensor, ViewMut};
 
 const OP: &str = "matmul_bf16";
 
-/// Elements of `in` that both kernels take a turn.
+/// Elements of `in` that a warp takes a turn.
 const STEP: usize = 64;
 const WARPS: usize = 8;
+/// Rows that `few_rows.cu` takes at most.
+const MOST_ROWS: usize = 8;
 const DEPTH: usize = 4;
 const TURN_BYTES: usize = 16 * STEP * 2;
+/// Outputs whose squares are summed by one block.
+const SQUARES: usize = 16;
 
 /// Who multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     FewRows,
-    MidRows,
     Library,
 }
 
 impl By {
     /// The fastest for so many rows, as measured: `benches/RESULTS.md`.
     pub fn rows(rows: usize, inner: usize) -> Self {
-        if rows <= 8 && inner.is_multiple_of(STEP) { By::FewRows } else { By::Library }
+        if rows <= MOST_ROWS && inner.is_multiple_of(STEP) { By::FewRows } else { By::Library }
     }
 }
-
-/// Rows of `mid_rows.cu`'s kernels, their stages, and their names by [`Store`].
-const MID_ROWS: [(usize, usize, [&str; 3]); 5] = [
-    (8, 6, ["mid_rows_8_bf16", "mid_rows_8_f32", "mid_rows_8_gated"]),
-    (16, 6, ["mid_rows_16_bf16", "mid_rows_16_f32", "mid_rows_16_gated"]),
-    (32, 5, ["mid_rows_32_bf16", "mid_rows_32_f32", "mid_rows_32_gated"]),
-    (64, 4, ["mid_rows_64_bf16", "mid_rows_64_f32", "mid_rows_64_gated"]),
-    (128, 3, ["mid_rows_128_bf16", "mid_rows_128_f32", "mid_rows_128_gated"]),
-];
-/// Outputs of one of its tiles.
-const MID_OUT: usize = 128;
 
 /// What is stored of the outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +93,10 @@ impl Rows {
         }
     }
 
+    pub(super) fn gpu(&self) -> &Arc<CudaDevice> {
+        &self.gpu
+    }
+
     pub(super) fn matmul(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
         matmul(&self.gpu, x, &self.tensor, y)
     }
@@ -138,7 +135,101 @@ pub fn matmul_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &m
         // SAFETY: the shapes were checked.
         return unsafe { device.blas_matmul(product, x.device_address(), weight.device_address(), y.device_address()) };
     }
-    own(by, store, device, x, weight, y)
+    own(store, device, x, None, weight, y)
+}
+
+/// [`matmul`] of rows that have yet to be normalised; `rows` and `in` as [`By::FewRows`] takes them.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn matmul_normed(
+    device: &CudaDevice,
+    x: &Tensor,
+    squares: Squares<'_>,
+    weight: &Tensor,
+    y: &mut Tensor,
+) -> Result<()> {
+    let store = if y.dtype() == DType::F32 { Store::F32 } else { Store::Bf16 };
+    let ((rows, _), (out, _)) = (x.rows_cols(), weight.rows_cols());
+    y.expect_shape(OP, "y", [rows, out])?;
+    normed(store, device, x, squares, weight, y)
+}
+
+/// [`gated`] of rows that have yet to be normalised.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn gated_normed(
+    device: &CudaDevice,
+    x: &Tensor,
+    squares: Squares<'_>,
+    weight: &Tensor,
+    y: &mut Tensor,
+) -> Result<()> {
+    let ((rows, _), (out, _)) = (x.rows_cols(), weight.rows_cols());
+    y.expect_shape(OP, "y", [rows, out / 2])?;
+    normed(Store::Gated, device, x, squares, weight, y)
+}
+
+fn normed(
+    store: Store,
+    device: &CudaDevice,
+    x: &Tensor,
+    squares: Squares<'_>,
+    weight: &Tensor,
+    y: &mut Tensor,
+) -> Result<()> {
+    x.expect_dtype(OP, "x", DType::BF16)?;
+    let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
+    weight.expect_shape(OP, "weight", [out, inner])?;
+    squares.parts.expect_shape(OP, "squares", [rows, inner / SQUARES])?;
+    squares.parts.expect_dtype(OP, "squares", DType::F32)?;
+    own(store, device, x, Some(squares), weight, y)
+}
+
+/// `residual += x weightᵀ`, `y = residual * norm`, and `squares[row, i]` is the sum of squares of outputs 16 i to 16 i + 15.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn add_norm(
+    device: &CudaDevice,
+    x: &Tensor,
+    weight: &Tensor,
+    residual: &mut Tensor,
+    norm: &Tensor,
+    y: &mut Tensor,
+    squares: &mut Tensor,
+) -> Result<()> {
+    let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
+    weight.expect_shape(OP, "weight", [out, inner])?;
+    for (arg, tensor) in [("x", x), ("residual", &*residual), ("y", &*y)] {
+        tensor.expect_dtype(OP, arg, DType::BF16)?;
+    }
+    residual.expect_shape(OP, "residual", [rows, out])?;
+    y.expect_shape(OP, "y", [rows, out])?;
+    norm.expect_shape(OP, "norm", [out])?;
+    norm.expect_dtype(OP, "norm", DType::F32)?;
+    squares.expect_shape(OP, "squares", [rows, out / SQUARES])?;
+    squares.expect_dtype(OP, "squares", DType::F32)?;
+    check_rows(rows)?;
+    for (what, size, of) in [("out", out, SQUARES), ("in", inner, STEP)] {
+        if !size.is_multiple_of(of) {
+            return Err(KernelError::NotMultiple { op: OP, what, size, of });
+        }
+    }
+    if rows == 0 {
+        return Ok(());
+    }
+    let [n_rows, n_out, n_in] = [rows, out, inner].map(|number| (number as u32).into());
+    let (residual, squares) = (residual.into(), squares.into());
+    let args = [x.into(), weight.into(), y.into(), residual, norm.into(), squares, n_rows, n_out, n_in];
+    // SAFETY: the shapes were checked.
+    unsafe { launch(out).run(device, "few_rows", "few_rows_8_add", &args) }
+}
+
+/// Whether [`add_norm`], [`matmul_normed`] and [`gated_normed`] all take such a product.
+pub(super) fn spreads_norm(rows: usize, out: usize, inner: usize) -> bool {
+    rows <= MOST_ROWS && out.is_multiple_of(SQUARES) && inner.is_multiple_of(STEP)
 }
 
 /// `y = silu(x gateᵀ) * (x upᵀ)`, `weight` being gate and below it up, `[2 * inner, in]`; both products are rounded to bf16 first.
@@ -147,17 +238,8 @@ pub fn matmul_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &m
 /// # Errors
 /// As [`matmul`].
 pub fn gated(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<bool> {
-    let (rows, inner) = x.rows_cols();
-    gated_by(By::rows(rows, inner), device, x, weight, y)
-}
-
-/// [`gated`] by whom the caller chooses.
-///
-/// # Errors
-/// As [`matmul_by`].
-pub fn gated_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<bool> {
     let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
-    if by == By::Library || !out.is_multiple_of(16) {
+    if By::rows(rows, inner) == By::Library || !out.is_multiple_of(16) {
         return Ok(false);
     }
     x.expect_dtype(OP, "x", DType::BF16)?;
@@ -165,45 +247,50 @@ pub fn gated_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mu
     weight.expect_shape(OP, "weight", [out, inner])?;
     y.expect_shape(OP, "y", [rows, out / 2])?;
     y.expect_dtype(OP, "y", DType::BF16)?;
-    own(by, Store::Gated, device, x, weight, y)?;
+    own(Store::Gated, device, x, None, weight, y)?;
     Ok(true)
 }
 
-/// By one of our own kernels; all but the number of rows is checked.
-fn own(by: By, store: Store, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<()> {
+/// By our own kernel; all but the number of rows is checked.
+fn own(
+    store: Store,
+    device: &CudaDevice,
+    x: &Tensor,
+    squares: Option<Squares<'_>>,
+    weight: &Tensor,
+    y: &mut Tensor,
+) -> Result<()> {
     let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
     if rows == 0 {
         return Ok(());
     }
+    check_rows(rows)?;
     if !inner.is_multiple_of(STEP) {
         return Err(KernelError::NotMultiple { op: OP, what: "in", size: inner, of: STEP });
     }
     let [n_rows, n_out, n_in] = [rows, out, inner].map(|number| (number as u32).into());
-    let too_many = |want| KernelError::Value { op: OP, arg: "rows", got: rows as i64, want };
-    if by == By::FewRows {
-        if rows > 8 {
-            return Err(too_many("at most 8"));
-        }
-        let kernel = ["few_rows_8_bf16", "few_rows_8_f32", "few_rows_8_gated"][store as usize];
-        let args = [x.into(), weight.into(), y.into(), n_rows, n_out, n_in];
-        let launch = Launch::new(out.div_ceil(16), 32 * WARPS as u32).shared_bytes(WARPS * DEPTH * TURN_BYTES);
-        // SAFETY: the shapes were checked.
-        return unsafe { launch.run(device, "few_rows", kernel, &args) };
+    let kernel = ["few_rows_8_bf16", "few_rows_8_f32", "few_rows_8_gated"][store as usize];
+    let (parts, eps) = squares.map_or((0, 0.0), |squares| (squares.parts.device_address(), squares.eps));
+    let args = [x.into(), weight.into(), y.into(), parts.into(), eps.into(), n_rows, n_out, n_in];
+    // SAFETY: the shapes were checked.
+    unsafe { launch(out).run(device, "few_rows", kernel, &args) }
+}
+
+fn check_rows(rows: usize) -> Result<()> {
+    if rows > MOST_ROWS {
+        return Err(KernelError::Value { op: OP, arg: "rows", got: rows as i64, want: "at most 8" });
     }
-    let kernel = MID_ROWS.into_iter().find(|&(most, ..)| rows <= most);
-    let (most, stages, kernels) = kernel.ok_or_else(|| too_many("at most 128"))?;
-    let args =
-        [x.into(), weight.into(), y.into(), device.scratch().into(), device.counters().into(), n_rows, n_out, n_in];
-    // One more KiB, since tiles begin at whole ones.
-    let shared = stages * (MID_OUT + most) * STEP * 2 + 1024;
-    let launch = Launch::new(device.num_multiprocessors() as usize, 32 * WARPS as u32).shared_bytes(shared);
-    // SAFETY: the shapes were checked; scratch has two tiles for each block, and a counter for as many tiles as there may be outputs.
-    unsafe { launch.run(device, "mid_rows", kernels[store as usize], &args) }
+    Ok(())
+}
+
+fn launch(out: usize) -> Launch {
+    Launch::new(out.div_ceil(16), 32 * WARPS as u32).shared_bytes(WARPS * DEPTH * TURN_BYTES)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::rms_norm::add_rms_norm;
     use crate::ops::silu_mul::silu_mul;
     use crate::testing::{BF16_BOUND, assert_close, gpu, random, rng, tensor};
 
@@ -213,7 +300,7 @@ mod tests {
         let (gpu, mut rng) = (gpu(), rng(12));
         let Device::Cuda(device) = &gpu else { unreachable!("gpu() returns one") };
         for (half, inner) in [(8, 64), (1536, 576), (520, 1024)] {
-            for rows in [1, 5, 9, 32, 50, 128] {
+            for rows in [1, 5, 8] {
                 let x = tensor(&gpu, &random(&mut rng, rows * inner, 1.0), [rows, inner]);
                 let weight = tensor(&gpu, &random(&mut rng, 2 * half * inner, 0.3), [2 * half, inner]);
                 let mut both = tensor(&gpu, &vec![bf16::NAN; rows * 2 * half], [rows, 2 * half]);
@@ -221,10 +308,49 @@ mod tests {
                 let mut want = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
                 silu_mul(&both, &mut want).unwrap();
                 let mut y = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
-                let by = if rows <= 8 { By::FewRows } else { By::MidRows };
-                assert!(gated_by(by, device, &x, &weight, &mut y).unwrap());
+                assert!(gated(device, &x, &weight, &mut y).unwrap());
                 let label = format!("{rows} x {half} x {inner}");
                 assert_close(&label, &y.to_vec::<bf16>().unwrap(), &want.to_vec::<bf16>().unwrap(), BF16_BOUND);
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn a_norm_spread_over_two_products_is_the_norm_between_them() {
+        let (gpu, mut rng) = (gpu(), rng(13));
+        let Device::Cuda(device) = &gpu else { unreachable!("gpu() returns one") };
+        for (inner, hidden, out) in [(64, 64, 48), (1536, 576, 960), (128, 4096, 520), (64, 16_384, 40)] {
+            for rows in [1, 3, 8] {
+                let mut matrix =
+                    |rows, cols, spread| tensor(&gpu, &random(&mut rng, rows * cols, spread), [rows, cols]);
+                let (x, residual) = (matrix(rows, inner, 1.0), matrix(rows, hidden, 3.0).to_vec::<bf16>().unwrap());
+                let (first, second) = (matrix(hidden, inner, 0.5), matrix(2 * out, hidden, 0.1));
+                let norm: Vec<f32> = random(&mut rng, hidden, 1.5).iter().map(|w| w.to_f32()).collect();
+                let norm = Tensor::from_slice(&gpu, "norm", &norm, [hidden]).unwrap();
+                let empty = |cols| tensor(&gpu, &vec![bf16::NAN; rows * cols], [rows, cols]);
+
+                let (mut sum, mut y) = (tensor(&gpu, &residual, [rows, hidden]), empty(hidden));
+                matmul(device, &x, &first, &mut y).unwrap();
+                add_rms_norm(&mut y, &mut sum, &norm, 1e-5).unwrap();
+                let (mut plain, mut gates) = (empty(2 * out), empty(out));
+                matmul(device, &y, &second, &mut plain).unwrap();
+                gated(device, &y, &second, &mut gates).unwrap();
+
+                let (mut spread_sum, mut y) = (tensor(&gpu, &residual, [rows, hidden]), empty(hidden));
+                let mut parts =
+                    Tensor::from_slice(&gpu, "parts", &vec![f32::NAN; rows * hidden / 16], [rows, hidden / 16])
+                        .unwrap();
+                add_norm(device, &x, &first, &mut spread_sum, &norm, &mut y, &mut parts).unwrap();
+                let squares = Squares { parts: &parts, eps: 1e-5 };
+                let (mut spread_plain, mut spread_gates) = (empty(2 * out), empty(out));
+                matmul_normed(device, &y, squares, &second, &mut spread_plain).unwrap();
+                gated_normed(device, &y, squares, &second, &mut spread_gates).unwrap();
+
+                let label = format!("{rows} x {inner} x {hidden} x {out}");
+                for (got, want) in [(&spread_sum, &sum), (&spread_plain, &plain), (&spread_gates, &gates)] {
+                    assert_close(&label, &got.to_vec::<bf16>().unwrap(), &want.to_vec::<bf16>().unwrap(), BF16_BOUND);
+                }
             }
         }
     }
@@ -246,7 +372,7 @@ mod tests {
                 let label = format!("{rows} x {out} x {inner}");
                 let mut y = tensor(&gpu, &vec![bf16::NAN; rows * out], [rows, out]);
                 let mut in_f32 = Tensor::from_slice(&gpu, "y", &vec![f32::NAN; rows * out], [rows, out]).unwrap();
-                for (by, most) in [(By::FewRows, 8), (By::MidRows, 128), (By::Library, usize::MAX)] {
+                for (by, most) in [(By::FewRows, MOST_ROWS), (By::Library, usize::MAX)] {
                     if rows > most {
                         continue;
                     }

@@ -1,8 +1,12 @@
 // few_rows: y = x weight^T for few rows of x: the weights pass by once, at the speed of the memory.
 //
-// Reads    x      [rows, in]  bf16, 16-byte aligned
-//          weight [out, in]   bf16, 16-byte aligned
-// Writes   y      [rows, out] bf16 or f32; gated: [rows, out / 2] bf16, silu(first half of the outputs) * second half, each rounded first
+// Reads    x       [rows, in]      bf16, 16-byte aligned
+//          weight  [out, in]       bf16, 16-byte aligned
+//          squares [rows, in / 16] f32 or null: parts of the sum of squares that x has yet to be normalised by, as `_add` left them;
+//                  then y is times 1 / sqrt(sum / in + eps)
+// Writes   y       [rows, out] bf16 or f32; _gated: [rows, out / 2] bf16, silu(first half of the outputs) * second half, each rounded
+//                  first; _add: bf16, what `residual` becomes times `norm` (f32 [out]), and to `squares_out` [rows, out / 16] its squares
+// Updates  _add: residual [rows, out] bf16, which gains the products
 // Needs    in % 64 == 0; rows <= 8 * kTiles
 // Sums in  fp32: within a warp in the order of in, then over the block's warps in order, so equal bits at every run
 // Grid     one block per 16 outputs
@@ -15,6 +19,7 @@
 
 #include "gate.cuh"
 #include "ptx.cuh"
+#include "reduce.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kDepth = 4;
@@ -30,9 +35,23 @@ __device__ __forceinline__ void ask(uint32_t to, const bf16* low, const bf16* hi
     commit_copies();
 }
 
-template <int kTiles, bool kGated, typename Out>
-__device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ y,
+enum class Store { kPlain, kGated, kAdd };
+
+// What a normalisation that is spread over two products needs.
+struct Norm {
+    const float* squares;  // of the product before, or null
+    float eps;
+    const float* weight;  // of kAdd, to end
+    bf16* residual;
+    float* squares_out;
+};
+
+template <int kTiles, Store kStore, typename Out>
+__device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ y, const Norm& norm,
                                          uint32_t rows, uint32_t out, uint32_t in) {
+    constexpr bool kGated = kStore == Store::kGated;
+    static_assert(kTiles == 1, "a warp for each row's squares, a thread for each output");
+    __shared__ float scales[kWarps];
     extern __shared__ __align__(128) uint8_t shared[];
     launch_dependents();
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -50,7 +69,23 @@ __device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16*
         ask(queue_address + i * kTurnBytes, low, high, min(turn, turns - 1) * kStep, turn < turns);
     }
 
+    // One of the block's 128 outputs, by the first half of its threads.
+    const uint32_t my_row = threadIdx.x / 16, my_output = first + threadIdx.x % 16;
+    const bool is_mine = kStore == Store::kAdd && my_row < rows && my_output < out;
+    float norm_weight = 0.0f, residual = 0.0f;
+    if (is_mine) norm_weight = norm.weight[my_output];
+
     wait_for_previous();
+
+    if (is_mine) residual = __bfloat162float(norm.residual[size_t(my_row) * out + my_output]);
+    // On their way until after the products: the squares of the warp's row.
+    const uint32_t num_squares = in / 16;
+    const float4* squares = reinterpret_cast<const float4*>(norm.squares + size_t(warp) * num_squares);
+    const bool scales_row = norm.squares && warp < rows;
+    float4 first_squares[2] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i)
+        if (scales_row && lane + i * 32 < num_squares / 4) first_squares[i] = squares[lane + i * 32];
 
     float sums[2][kTiles][4] = {};
     const bf16* x_lane[kTiles];
@@ -82,6 +117,19 @@ __device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16*
         slot = slot + 1 == kDepth ? 0 : slot + 1;
     }
     wait_for_copies<0>();
+    if (norm.squares) {
+        float sum = 0.0f;
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) sum += first_squares[i].x + first_squares[i].y + first_squares[i].z + first_squares[i].w;
+        for (uint32_t i = lane + 64; scales_row && i < num_squares / 4; i += 32) {
+            const float4 four = squares[i];
+            sum += four.x + four.y + four.z + four.w;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) scales[warp] = rsqrtf(sum / in + norm.eps);
+    } else if (lane == 0) {
+        scales[warp] = 1.0f;
+    }
     __syncthreads();
 
     // [warp][row of x][output]; rows 17 apart, so that the four lanes of a group write to different banks.
@@ -103,8 +151,23 @@ __device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16*
                 gate += of_warp[w * kWarpFloats + row * kRow + column];
                 up += of_warp[w * kWarpFloats + row * kRow + column + 8];
             }
-            y[size_t(row) * (out / 2) + first + column] = Out(gated(gate, up));
+            y[size_t(row) * (out / 2) + first + column] = Out(gated(gate * scales[row], up * scales[row]));
         }
+    } else if constexpr (kStore == Store::kAdd) {
+        if (threadIdx.x >= 128) return;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += of_warp[w * kWarpFloats + my_row * kRow + threadIdx.x % 16];
+        // Rounded where add_rms_norm would find it rounded.
+        const bf16 total = __float2bfloat16(residual + __bfloat162float(__float2bfloat16(sum)));
+        if (is_mine) {
+            norm.residual[size_t(my_row) * out + my_output] = total;
+            y[size_t(my_row) * out + my_output] = Out(__bfloat162float(total) * norm_weight);
+        }
+        float square = is_mine ? __bfloat162float(total) * __bfloat162float(total) : 0.0f;
+#pragma unroll
+        for (int apart = 8; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
+        if (is_mine && threadIdx.x % 16 == 0) norm.squares_out[size_t(my_row) * gridDim.x + blockIdx.x] = square;
     } else {
         for (uint32_t i = threadIdx.x; i < 16 * 8 * kTiles; i += kWarps * 32) {
             const uint32_t row = i / 16, column = i % 16;
@@ -112,17 +175,23 @@ __device__ __forceinline__ void few_rows(const bf16* __restrict__ x, const bf16*
             float sum = 0.0f;
 #pragma unroll
             for (int w = 0; w < kWarps; ++w) sum += of_warp[w * kWarpFloats + row * kRow + column];
-            y[size_t(row) * out + first + column] = Out(sum);
+            y[size_t(row) * out + first + column] = Out(sum * scales[row]);
         }
     }
 }
 
-#define FEW_ROWS(name, tiles, gated, type)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)                                                        \
-    name(const bf16* x, const bf16* weight, type* y, uint32_t rows, uint32_t out, uint32_t in) {                        \
-        few_rows<tiles, gated, type>(x, weight, y, rows, out, in);                                                             \
+#define FEW_ROWS(name, store, type)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)                                                                \
+    name(const bf16* x, const bf16* weight, type* y, const float* squares, float eps, uint32_t rows, uint32_t out, uint32_t in) {  \
+        few_rows<1, Store::store, type>(x, weight, y, {squares, eps, nullptr, nullptr, nullptr}, rows, out, in);                 \
     }
 
-FEW_ROWS(few_rows_8_bf16, 1, false, bf16)
-FEW_ROWS(few_rows_8_f32, 1, false, float)
-FEW_ROWS(few_rows_8_gated, 1, true, bf16)
+FEW_ROWS(few_rows_8_bf16, kPlain, bf16)
+FEW_ROWS(few_rows_8_f32, kPlain, float)
+FEW_ROWS(few_rows_8_gated, kGated, bf16)
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)
+few_rows_8_add(const bf16* x, const bf16* weight, bf16* y, bf16* residual, const float* norm, float* squares_out, uint32_t rows, uint32_t out,
+               uint32_t in) {
+    few_rows<1, Store::kAdd, bf16>(x, weight, y, {nullptr, 0.0f, norm, residual, squares_out}, rows, out, in);
+}

@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::matmul::{self, Format, Packed};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{KernelError, Result};
 use crate::simd::F32x16;
 use crate::tensor::{Tensor, ViewMut};
 use crate::workspace::Workspace;
@@ -87,6 +87,13 @@ impl Bf16Weight {
         }
     }
 
+    fn on_gpu(&self) -> Result<&cuda::Rows> {
+        match &self.form {
+            Form::Rows(rows) => Ok(rows),
+            Form::Packed(_) => Err(KernelError::Value { op: "matmul_bf16", arg: "device", got: 0, want: "a GPU" }),
+        }
+    }
+
     pub fn device(&self) -> &Device {
         match &self.form {
             Form::Packed(packed) => packed.device(),
@@ -130,6 +137,63 @@ pub fn gated(x: &Tensor, weight: &Bf16Weight, y: &mut Tensor) -> Result<bool> {
         Form::Packed(_) => Ok(false),
         Form::Rows(rows) => rows.gated(x, y),
     }
+}
+
+/// What rows have yet to be normalised by: their products are divided by the root of the mean of these squares.
+#[derive(Clone, Copy, Debug)]
+pub struct Squares<'a> {
+    /// `[rows, width / 16]` f32: sums of squares of each row's elements before they were multiplied with the norm's weight.
+    pub parts: &'a Tensor,
+    pub eps: f32,
+}
+
+/// Whether [`add_norm`] can put so many rows through this weight, and [`matmul_normed`] and [`gated_normed`] too.
+pub fn spreads_norm(weight: &Bf16Weight, rows: usize) -> bool {
+    let [out, inputs] = weight.dims();
+    matches!(weight.form, Form::Rows(_)) && cuda::spreads_norm(rows, out, inputs)
+}
+
+/// [`matmul`] and the half of [`add_rms_norm`](super::rms_norm::add_rms_norm) that needs no sum over a row, where [`spreads_norm`].
+///
+/// | argument   | shape             | dtype | |
+/// |------------|-------------------|-------|-|
+/// | `x`        | `[rows, in]`      | bf16  | read |
+/// | `weight`   | `[out, in]`       | bf16  | read |
+/// | `residual` | `[rows, out]`     | bf16  | gains the products, rounded |
+/// | `norm`     | `[out]`           | f32   | read |
+/// | `y`        | `[rows, out]`     | bf16  | written: `residual * norm` |
+/// | `squares`  | `[rows, out / 16]`| f32   | written, for [`Squares`] |
+///
+/// # Errors
+/// As [`matmul`], `Value` where not [`spreads_norm`].
+pub fn add_norm(
+    x: &Tensor,
+    weight: &Bf16Weight,
+    residual: &mut Tensor,
+    norm: &Tensor,
+    y: &mut Tensor,
+    squares: &mut Tensor,
+) -> Result<()> {
+    let rows = weight.on_gpu()?;
+    cuda::add_norm(rows.gpu(), x, rows.tensor(), residual, norm, y, squares)
+}
+
+/// [`matmul`] of the rest of the normalisation of `x`, where [`spreads_norm`].
+///
+/// # Errors
+/// As [`add_norm`].
+pub fn matmul_normed(x: &Tensor, squares: Squares<'_>, weight: &Bf16Weight, y: &mut Tensor) -> Result<()> {
+    let rows = weight.on_gpu()?;
+    cuda::matmul_normed(rows.gpu(), x, squares, rows.tensor(), y)
+}
+
+/// [`gated`] of the rest of the normalisation of `x`, where [`spreads_norm`].
+///
+/// # Errors
+/// As [`add_norm`].
+pub fn gated_normed(x: &Tensor, squares: Squares<'_>, weight: &Bf16Weight, y: &mut Tensor) -> Result<()> {
+    let rows = weight.on_gpu()?;
+    cuda::gated_normed(rows.gpu(), x, squares, rows.tensor(), y)
 }
 
 /// `y[i] = weight[ids[i]]`: the embedding of a tied head.
