@@ -22,11 +22,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr uint32_t kRows = 128, kKeys = 128, kStages = 2;
 constexpr uint32_t kGroup = 128;  // threads of a warpgroup
 constexpr uint32_t kConsumers = 2;
-constexpr uint32_t kHalfBytes = kRows * 128;  // 64 columns of 128 queries, keys or values
-constexpr float kMinusInfinity = -INFINITY;
 
 struct Shape {
     uint32_t seqs, heads, kv_heads, block_size, max_blocks, qkv_row, least_rows;
@@ -34,6 +31,10 @@ struct Shape {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+constexpr uint32_t kRows = 128, kKeys = 128, kStages = 2;
+constexpr uint32_t kHalfBytes = kRows * 128;  // 64 columns of 128 queries, keys or values
+constexpr float kMinusInfinity = -INFINITY;
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
