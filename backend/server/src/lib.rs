@@ -13,6 +13,7 @@ pub mod generate;
 pub mod http;
 pub mod import;
 pub mod launch;
+pub mod load;
 pub mod metrics;
 pub mod params;
 pub mod repository;

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use drafthorse::bench::{self, Plan, Workload};
 use drafthorse::config::ServerConfig;
@@ -10,13 +9,17 @@ use drafthorse::launch;
 use drafthorse::repository::layout::{self, Found};
 use drafthorse::settings::{SettingFlags, Settings};
 use drafthorse_worker::bench::bandwidth;
-use indicatif::{ProgressBar, ProgressStyle};
 
-use super::{print, rank_bench};
+use super::bench_serve::{BenchServeArgs, bench_serve};
+use super::{print, progress_bar, rank_bench};
 
 /// Measures through the engine, or with --grpc through the server; with --rank a rank alone.
 #[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct BenchArgs {
+    #[command(subcommand)]
+    command: Option<BenchCommand>,
+
     /// A checkpoint folder, a model of a repository (its latest version is taken), or a repository with one model
     #[arg(value_name = "DIR", required_unless_present = "random_weights")]
     model: Option<PathBuf>,
@@ -73,8 +76,17 @@ pub struct BenchArgs {
     settings: SettingFlags,
 }
 
+#[derive(clap::Subcommand)]
+enum BenchCommand {
+    /// Send a load to a running server and tell how long answers took
+    Serve(BenchServeArgs),
+}
+
 /// Loads the model, measures it, prints the report.
 pub fn bench(args: &BenchArgs) -> Result<(), String> {
+    if let Some(BenchCommand::Serve(args)) = &args.command {
+        return bench_serve(args);
+    }
     let made_up = args.random_weights.as_deref().map(MadeUp::new).transpose()?;
     let (checkpoint, parameters) = match (&made_up, &args.model) {
         (Some(made_up), _) => (made_up.dir.clone(), Parameters::new()),
@@ -192,12 +204,4 @@ fn find_checkpoint(model: &Path) -> Result<(PathBuf, Parameters), String> {
             Err(format!("{} has several models, name one's folder: {}", model.display(), names.join(", ")))
         }
     }
-}
-
-fn progress_bar() -> Result<ProgressBar, String> {
-    let bar = ProgressBar::new(0);
-    let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").map_err(|error| error.to_string())?;
-    bar.set_style(style);
-    bar.enable_steady_tick(Duration::from_millis(200));
-    Ok(bar)
 }

@@ -1,16 +1,19 @@
 //! What each subcommand does. Errors are texts here: they are printed and the process ends.
 
 mod bench;
+mod bench_serve;
 mod flags;
 mod rank_bench;
 mod serve;
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::time::Duration;
 
 pub use bench::{BenchArgs, bench};
 use drafthorse::import::ImportArgs;
 pub use flags::{FlagsArgs, flags};
+use indicatif::{ProgressBar, ProgressStyle};
 pub use serve::serve;
 
 /// Runs `drafthorse import`.
@@ -37,6 +40,14 @@ pub fn fail(reason: &str) -> ExitCode {
     // Nothing can be done if this cannot be written either.
     let _ = writeln!(std::io::stderr(), "drafthorse: {reason}");
     ExitCode::FAILURE
+}
+
+fn progress_bar() -> Result<ProgressBar, String> {
+    let bar = ProgressBar::new(0);
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").map_err(|error| error.to_string())?;
+    bar.set_style(style);
+    bar.enable_steady_tick(Duration::from_millis(200));
+    Ok(bar)
 }
 
 /// An error and what caused it, on one line.

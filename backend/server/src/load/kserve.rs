@@ -1,0 +1,80 @@
+//! Requests over gRPC, with the tensors of Triton's vLLM backend.
+
+use drafthorse_proto::GrpcInferenceServiceClient;
+use drafthorse_proto::inference::model_infer_request::InferInputTensor;
+use drafthorse_proto::inference::{InferTensorContents, ModelInferRequest, ModelInferResponse};
+use tonic::transport::{Channel, Endpoint};
+
+use super::{Ask, Listener};
+
+#[derive(Clone)]
+pub(super) struct Client {
+    service: GrpcInferenceServiceClient<Channel>,
+}
+
+impl Client {
+    pub(super) async fn connect(address: &str) -> Result<Self, String> {
+        let endpoint =
+            Endpoint::from_shared(format!("http://{address}")).map_err(|error| format!("{address}: {error}"))?;
+        let channel = endpoint.tcp_nodelay(true).connect().await;
+        let channel = channel.map_err(|error| format!("cannot connect to {address}: {error}"))?;
+        Ok(Client { service: GrpcInferenceServiceClient::new(channel) })
+    }
+
+    /// One request on a stream of its own.
+    pub(super) async fn send(&self, ask: &Ask, listener: &mut Listener) -> Result<(), String> {
+        let mut service = self.service.clone();
+        let answers = service.model_stream_infer(tokio_stream::iter([request(ask)])).await;
+        let mut answers = answers.map_err(|status| status.to_string())?.into_inner();
+        while let Some(answer) = answers.message().await.map_err(|status| status.to_string())? {
+            if !answer.error_message.is_empty() {
+                return Err(answer.error_message);
+            }
+            let Some(response) = answer.infer_response else { continue };
+            // A server that does not count sends a token at a time.
+            let has_text = response.outputs.iter().any(|output| output.name == "text_output");
+            listener.tokens(number(&response, "num_output_tokens").unwrap_or(has_text.into()));
+            let prompt_tokens = number(&response, "num_input_tokens");
+            listener.outcome.prompt_tokens = prompt_tokens.or(listener.outcome.prompt_tokens);
+        }
+        Ok(())
+    }
+}
+
+fn request(ask: &Ask) -> ModelInferRequest {
+    let tensor = |name: &str, datatype: &str, contents| InferInputTensor {
+        name: name.into(),
+        datatype: datatype.into(),
+        shape: vec![1],
+        contents: Some(contents),
+        ..InferInputTensor::default()
+    };
+    let text = |name: &str, value: &str| {
+        let contents = InferTensorContents { bytes_contents: vec![value.to_owned().into()], ..Default::default() };
+        tensor(name, "BYTES", contents)
+    };
+    let yes = |name: &str| {
+        tensor(name, "BOOL", InferTensorContents { bool_contents: vec![true], ..InferTensorContents::default() })
+    };
+    let parameters = format!("{{\"temperature\": 0, \"max_tokens\": {}, \"ignore_eos\": true}}", ask.output_tokens);
+    ModelInferRequest {
+        model_name: ask.model.clone(),
+        inputs: vec![
+            text("text_input", &ask.prompt),
+            yes("stream"),
+            yes("exclude_input_in_output"),
+            yes("return_num_input_tokens"),
+            yes("return_num_output_tokens"),
+            text("sampling_parameters", &parameters),
+        ],
+        ..ModelInferRequest::default()
+    }
+}
+
+/// The first element of an output of whole numbers.
+fn number(response: &ModelInferResponse, name: &str) -> Option<u32> {
+    let at = response.outputs.iter().position(|output| output.name == name)?;
+    let contents = response.outputs[at].contents.as_ref();
+    let typed = contents.and_then(|contents| contents.uint_contents.first().copied());
+    typed.or_else(|| Some(u32::from_le_bytes(response.raw_output_contents.get(at)?.get(..4)?.try_into().ok()?)))
+}
