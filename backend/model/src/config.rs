@@ -60,6 +60,7 @@ pub struct StoredQuantization {
 
 /// `config.json` as it is written; only the keys that matter here.
 #[derive(Deserialize)]
+#[serde(expecting = "an object of settings")]
 struct Raw {
     architectures: Option<Vec<String>>,
     model_type: Option<String>,
@@ -110,8 +111,31 @@ impl ModelConfig {
 
     /// `path` is where `text` came from, for messages.
     pub(crate) fn parse(text: &str, path: PathBuf) -> Result<Self> {
-        let raw: Raw = serde_json::from_str(text).map_err(|source| ModelError::Json { path, source })?;
+        let mut json = serde_json::Deserializer::from_str(text);
+        let raw: Result<Raw, _> = serde_path_to_error::deserialize(&mut json);
+        let raw = raw.map_err(|error| {
+            let key = match error.path().to_string() {
+                key if key == "." => String::new(),
+                key => format!(", {key}"),
+            };
+            ModelError::Json { path, key, source: error.into_inner() }
+        })?;
         raw.check()
+    }
+
+    /// Bytes that K and V of a token take in all layers.
+    pub fn kv_bytes_per_token(&self, dtype: DType) -> usize {
+        2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.bytes()
+    }
+
+    /// Makes the rotary table no longer than `max` positions. The model's context stays what it is.
+    pub(crate) fn limit_positions(&mut self, max: Option<usize>) {
+        // Dynamic scaling derives its angles from the length of the table.
+        if let Some(max) = max
+            && !matches!(self.rope.scaling, RopeScaling::Dynamic { .. })
+        {
+            self.rope.max_positions = self.rope.max_positions.min(max);
+        }
     }
 }
 
@@ -143,6 +167,11 @@ impl Raw {
         let head_dim = need("head_dim", self.head_dim.or(Some(hidden_size / num_heads)))?;
         if !head_dim.is_multiple_of(2) {
             return Err(unsupported("head_dim", &head_dim, "even numbers"));
+        }
+        if let Some(eps) = self.rms_norm_eps
+            && !(0.0..1.0).contains(&eps)
+        {
+            return Err(unsupported("rms_norm_eps", &eps, "0 up to below 1"));
         }
         self.check_activation()?;
         self.check_windows()?;
@@ -210,6 +239,9 @@ impl Raw {
         };
         let rope = RopeTable { key, table };
         let theta = rope.number("rope_theta")?.or(self.rope_theta).unwrap_or(10_000.0);
+        if !(theta > 0.0 && theta.is_finite()) {
+            return Err(unsupported("rope_theta", &theta, "numbers above 0"));
+        }
         let partial = rope.number("partial_rotary_factor")?.or(self.partial_rotary_factor).unwrap_or(1.0);
         let rotary_dim = (head_dim as f64 * partial) as usize;
         if rotary_dim == 0 || rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) {

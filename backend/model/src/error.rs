@@ -22,9 +22,11 @@ pub enum ModelError {
     #[error("{} has no model.safetensors and no model.safetensors.index.json", dir.display())]
     NoWeights { dir: PathBuf },
 
-    #[error("{} is not valid JSON for its purpose", path.display())]
+    /// `key` is where in it, after a comma, or nothing.
+    #[error("{}{key} is not valid JSON for its purpose", path.display())]
     Json {
         path: PathBuf,
+        key: String,
         #[source]
         source: serde_json::Error,
     },

@@ -21,6 +21,8 @@ pub struct LoadOptions<'a> {
     pub place: Place,
     /// Read `config.json` alone and make the weights up: for measuring, no text comes of it.
     pub random_weights: bool,
+    /// Positions that any sequence comes to, if fewer than the model was made for: tables need no more.
+    pub max_positions: Option<usize>,
     /// Index of the model's first layer in the KV cache: 0, or for a drafter the number of the target's layers.
     pub first_kv_layer: usize,
     /// Called on the loading thread as bytes come in.
@@ -36,6 +38,7 @@ impl Default for LoadOptions<'_> {
             quant: None,
             place: Place::ALONE,
             random_weights: false,
+            max_positions: None,
             first_kv_layer: 0,
             progress: None,
         }
@@ -59,7 +62,8 @@ pub struct Loaded {
 /// in one error, before any is read.
 pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
     let start = Instant::now();
-    let config = ModelConfig::from_dir(dir)?;
+    let mut config = ModelConfig::from_dir(dir)?;
+    config.limit_positions(options.max_positions);
     let build = models::builder(&config.architecture)?;
     let schemes = quant::schemes(options.quant.as_ref(), config.quantization.as_ref())?;
     let checkpoint = match options.random_weights {

@@ -16,6 +16,7 @@ pub struct App {
     pub config: Arc<ServerConfig>,
     pub repository: Arc<Repository>,
     exiting: CancellationToken,
+    closing: CancellationToken,
     in_flight: Arc<InFlight>,
 }
 
@@ -38,7 +39,13 @@ impl Drop for Admission {
 
 impl App {
     pub fn new(config: Arc<ServerConfig>, repository: Arc<Repository>) -> Self {
-        App { config, repository, exiting: CancellationToken::new(), in_flight: Arc::default() }
+        App {
+            config,
+            repository,
+            exiting: CancellationToken::new(),
+            closing: CancellationToken::new(),
+            in_flight: Arc::default(),
+        }
     }
 
     /// The process takes requests.
@@ -62,9 +69,19 @@ impl App {
         if self.live() { Ok(admission) } else { Err(ServerError::Exiting) }
     }
 
-    /// Stops admitting.
+    /// Stops admitting. Whoever asks is still answered: that it is not ready, or that it is exiting.
     pub fn begin_exit(&self) {
         self.exiting.cancel();
+    }
+
+    /// Stops listening.
+    pub fn close(&self) {
+        self.closing.cancel();
+    }
+
+    /// Cancelled when the process stops listening.
+    pub fn closing(&self) -> &CancellationToken {
+        &self.closing
     }
 
     /// Cancelled when the process begins to exit.

@@ -125,6 +125,10 @@ pub struct ServerConfig {
     #[arg(long, env = "DRAFTHORSE_HTTP_MAX_INPUT_SIZE", default_value_t = 64 << 20, value_name = "BYTES")]
     pub http_max_input_size: usize,
 
+    /// Largest gRPC message in bytes
+    #[arg(long, env = "DRAFTHORSE_GRPC_MAX_INPUT_SIZE", default_value_t = 64 << 20, value_name = "BYTES")]
+    pub grpc_max_input_size: usize,
+
     /// Milliseconds without a frame after which a gRPC connection is pinged
     #[arg(long, env = "DRAFTHORSE_GRPC_KEEPALIVE_TIME", default_value_t = 7_200_000, value_name = "MS")]
     pub grpc_keepalive_time: u64,

@@ -28,7 +28,7 @@ enum Command {
     /// Turn a GGUF file into a checkpoint that can be served
     Import(ImportArgs),
     /// Measure a model on this machine: prefill and decode, tokens a second
-    Bench(commands::BenchArgs),
+    Bench(Box<commands::BenchArgs>),
     /// Print every setting of a model, its value and where it came from
     Flags(Box<commands::FlagsArgs>),
     /// Print the version

@@ -6,14 +6,16 @@ use std::time::Instant;
 use drafthorse_control::Ready;
 use drafthorse_kernels::device::Stopwatch;
 use drafthorse_kernels::{DType, Device, Solo, Workspace, pool};
-use drafthorse_model::{Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Model, QuantType, StepSize};
+use drafthorse_model::{
+    Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Model, ModelConfig, QuantType, StepSize,
+};
 use tracing::warn;
 
 use crate::config::WorkerConfig;
 use crate::error::Result;
 use crate::graphs::Graphs;
 use crate::inputs::Inputs;
-use crate::memory::{MemoryPlan, Needs};
+use crate::memory::{MemoryPlan, Needs, budget};
 use crate::runner::{MAX_IN_FLIGHT, Runner};
 use crate::sampler::{Sampler, logit_rows};
 use crate::slots::{SlotSizes, Slots};
@@ -72,6 +74,7 @@ fn network(config: &WorkerConfig, device: &Device, progress: &(dyn Fn(Progress) 
         device: device.clone(),
         dtype: config.activations(),
         random_weights: config.random_weights,
+        max_positions: max_positions(config, device)?,
         quant: config.quant_type.clone().map(|name| QuantType { name, group_size: config.quant_group_size }),
         progress: Some(&report),
         ..LoadOptions::default()
@@ -102,7 +105,11 @@ pub(crate) fn assemble(
     let block_size = config.block_size as usize;
     let layout = KvLayout { layers: model.kv_layers(), block_size, dtype };
 
-    let longest = config.max_model_len.map_or(context, |len| len as usize).min(context);
+    // No sequence is longer than all blocks together.
+    let kv_bytes = device.memory_bytes()?.filter(|_| follows_memory(config, device)).map(|(_, total)| total as u64);
+    let most_blocks = kv_bytes.unwrap_or(config.kv_cache_bytes) / (layout.block_bytes() as u64).max(1);
+    let kv_tokens = usize::try_from(most_blocks).unwrap_or(usize::MAX).saturating_mul(block_size);
+    let longest = config.max_model_len.map_or(context, |len| len as usize).min(context).min(kv_tokens.max(1));
     let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: chunk_rows, max_kv_len: longest };
     let workspace_bytes = model.workspace_bytes(step)
         + wanted_rows_bytes(chunk_rows, hidden, dtype)
@@ -129,7 +136,7 @@ pub(crate) fn assemble(
         block_size: config.block_size,
         max_model_len: config.max_model_len,
         context: u32::try_from(context).unwrap_or(u32::MAX),
-        memory_bytes: config.memory_bytes,
+        memory_bytes: budget(config.memory_bytes, device),
     })?;
     plan.log();
     progress(Progress::Planned(plan.clone()));
@@ -181,6 +188,19 @@ pub(crate) fn assemble(
         runner.warm_up()?;
     }
     Ok((runner, ready))
+}
+
+/// Positions that a sequence can come to, as far as they are known before the model is: its tables need no more.
+fn max_positions(config: &WorkerConfig, device: &Device) -> Result<Option<usize>> {
+    // A step planned before the end of a sequence was known may reserve room past it.
+    const SPARE: u64 = 1024;
+    let by_memory = match device.memory_bytes()?.filter(|_| follows_memory(config, device)) {
+        Some((_, total)) => total as u64,
+        None => config.kv_cache_bytes,
+    };
+    let per_token = ModelConfig::from_dir(&config.model_dir)?.kv_bytes_per_token(config.activations());
+    let most = (by_memory / per_token.max(1) as u64).min(config.max_model_len.map_or(u64::MAX, u64::from));
+    Ok(usize::try_from(most.saturating_add(SPARE)).ok())
 }
 
 /// Whether the KV cache gets what the rest leaves.

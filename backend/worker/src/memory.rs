@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use drafthorse_kernels::KernelError;
+use drafthorse_kernels::{Device, KernelError};
 use drafthorse_model::ModelError;
 use tracing::info;
 
@@ -37,8 +37,8 @@ pub(crate) struct Needs {
     pub max_model_len: Option<u32>,
     /// Positions the model was made for.
     pub context: u32,
-    /// Bound on all parts together.
-    pub memory_bytes: Option<u64>,
+    /// Bound on all parts together, and who says so.
+    pub memory_bytes: Option<(u64, &'static str)>,
 }
 
 /// Bytes and blocks, decided.
@@ -91,10 +91,10 @@ impl MemoryPlan {
             );
             return Err(WorkerError::Memory { what, parts: plan.parts() });
         }
-        if let Some(budget) = needs.memory_bytes
+        if let Some((budget, source)) = needs.memory_bytes
             && plan.total_bytes() > budget
         {
-            let what = format!("the model wants {} bytes, memory_bytes allows {budget}", plan.total_bytes());
+            let what = format!("the model wants {} bytes, {source} {budget}", plan.total_bytes());
             return Err(WorkerError::Memory { what, parts: plan.parts() });
         }
         if max_model_len < needs.context && needs.max_model_len.is_none() {
@@ -138,6 +138,19 @@ impl MemoryPlan {
     }
 }
 
+/// What may be taken: as set, or on the CPU what the machine has, where the system says.
+pub(crate) fn budget(set: Option<u64>, device: &Device) -> Option<(u64, &'static str)> {
+    let set = set.map(|bytes| (bytes, "memory_bytes allows"));
+    let machine = || Some((machine_bytes()?, "this machine has"));
+    set.or_else(|| (*device == Device::Cpu).then(machine).flatten())
+}
+
+fn machine_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes << 10)
+}
+
 /// The parts in one line, for an error.
 pub(crate) fn list(parts: &[Part]) -> String {
     let mut line = String::new();
@@ -164,7 +177,7 @@ mod tests {
             block_size: 4,
             max_model_len,
             context: 64,
-            memory_bytes,
+            memory_bytes: memory_bytes.map(|bytes| (bytes, "memory_bytes allows")),
         };
         match MemoryPlan::new(&needs) {
             Ok(plan) => {

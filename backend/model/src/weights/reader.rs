@@ -96,7 +96,7 @@ impl Checkpoint {
     fn add_indexed(&mut self, index: &Path) -> Result<()> {
         let read_error = |source| ModelError::Read { path: index.to_owned(), source };
         let text = std::fs::read_to_string(index).map_err(read_error)?;
-        let json_error = |source| ModelError::Json { path: index.to_owned(), source };
+        let json_error = |source| ModelError::Json { path: index.to_owned(), key: String::new(), source };
         let Index { weight_map } = serde_json::from_str(&text).map_err(json_error)?;
         let files: BTreeSet<&String> = weight_map.values().collect();
         for file in files {

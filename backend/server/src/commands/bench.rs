@@ -199,6 +199,7 @@ fn find_checkpoint(model: &Path) -> Result<(PathBuf, Parameters), String> {
             Ok((checkpoint.clone(), dir.config.parameters.clone()))
         }
         [Found { model: Err(reason), .. }] => Err(reason.clone()),
+        [] => Err(format!("{} holds no model with weights", model.display())),
         several => {
             let names: Vec<&str> = several.iter().map(|found| found.name.as_str()).collect();
             Err(format!("{} has several models, name one's folder: {}", model.display(), names.join(", ")))

@@ -85,9 +85,11 @@ pub fn bench_serve(args: &BenchServeArgs) -> Result<(), String> {
         write(file, &load::html(&load, &outcomes, &summary, &command.join(" ")))?;
     }
     if args.json {
-        return print(&(serde_json::to_string_pretty(&summary).map_err(|error| error.to_string())? + "\n"));
+        print(&(serde_json::to_string_pretty(&summary).map_err(|error| error.to_string())? + "\n"))?;
+    } else {
+        print(&summary.to_string())?;
     }
-    print(&summary.to_string())
+    if summary.failed == summary.requests { Err("no request was answered".into()) } else { Ok(()) }
 }
 
 fn write(file: &Path, text: &str) -> Result<(), String> {

@@ -67,8 +67,12 @@ async fn run(config: ServerConfig) -> Result<(), String> {
             break true;
         }
     };
-    info!("stopping");
-    server.shutdown().await;
+    info!("stopping; a second signal ends it at once");
+    tokio::select! {
+        _ = server.shutdown() => {}
+        _ = terminate.recv() => return Err("ended by a second signal, requests in flight are lost".into()),
+        _ = interrupt.recv() => return Err("ended by a second signal, requests in flight are lost".into()),
+    }
     if lost_all {
         error!("no model is left");
         return Err("no model is left: every engine has stopped".into());

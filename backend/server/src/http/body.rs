@@ -1,5 +1,7 @@
 //! Request bodies, read whole.
 
+use std::time::Duration;
+
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
@@ -9,6 +11,9 @@ use serde_json::{Map, Value};
 use crate::app::App;
 use crate::error::{Result, ServerError};
 
+/// Time that a client has to send a body.
+const BODY_TIME: Duration = Duration::from_secs(60);
+
 /// A body, or why there is none; each family of routes says that in its own way.
 #[derive(Debug)]
 pub(super) struct Body(Result<Bytes>);
@@ -17,7 +22,12 @@ impl FromRequest<std::sync::Arc<App>> for Body {
     type Rejection = std::convert::Infallible;
 
     async fn from_request(request: Request, app: &std::sync::Arc<App>) -> Result<Self, Self::Rejection> {
-        let bytes = Bytes::from_request(request, app).await.map_err(|rejection| {
+        let read = tokio::time::timeout(BODY_TIME, Bytes::from_request(request, app)).await;
+        let Ok(read) = read else {
+            let reason = format!("did not come within {} s", BODY_TIME.as_secs());
+            return Ok(Body(Err(ServerError::bad_input("body", reason))));
+        };
+        let bytes = read.map_err(|rejection| {
             let reason = rejection.body_text();
             match rejection.into_response().status() {
                 StatusCode::PAYLOAD_TOO_LARGE => ServerError::TooLarge { max: app.config.http_max_input_size },

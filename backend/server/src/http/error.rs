@@ -41,15 +41,25 @@ impl OpenAiError {
             ServerError::UnknownModel { .. } | ServerError::UnknownVersion { .. } => {
                 (Some("model"), Some("model_not_found"))
             }
+            // A name, or a sentence.
+            ServerError::Unsupported { what, .. } => (Some(what.as_str()).filter(|what| !what.contains(' ')), None),
             _ => (None, None),
         };
-        error_object(self.0.http_status(), &self.0.to_string(), param, code)
+        error_object(self.status(), &self.0.to_string(), param, code)
+    }
+
+    /// Clients of this API try again after 501 as after any 5xx, and would be told the same.
+    fn status(&self) -> StatusCode {
+        match &self.0 {
+            ServerError::Unsupported { .. } => StatusCode::BAD_REQUEST,
+            error => error.http_status(),
+        }
     }
 }
 
 impl IntoResponse for OpenAiError {
     fn into_response(self) -> Response {
-        (self.0.http_status(), Json(self.body())).into_response()
+        (self.status(), Json(self.body())).into_response()
     }
 }
 

@@ -23,7 +23,7 @@ use super::sse;
 use crate::app::{Admission, App};
 use crate::error::{Result, ServerError};
 use crate::generate::{Chunk, Generation};
-use crate::repository::dialect::{EXCLUDE_INPUT, INPUTS, SAMPLING_PARAMETERS, STREAM, wire_name};
+use crate::repository::dialect::{INPUTS, SAMPLING_PARAMETERS, STREAM, wire_name};
 use crate::service::infer::{Answer, Call};
 
 /// Request parameters that are no sampling parameters.
@@ -41,10 +41,9 @@ pub(super) fn routes() -> Router<Arc<App>> {
 
 async fn generate(State(app): State<Arc<App>>, Path(named): Path<Named>, body: Body) -> Result<Response, KserveError> {
     let mut flat = Flat::read(body.object()?)?;
-    // One response is all there can be: a stream is gathered, and leaves the prompt out as streams do.
+    // One response is all there can be: a stream is gathered. The prompt is left out only where that is asked for.
     if flat.tensors.get(STREAM) == Some(&Value::Bool(true)) {
         flat.tensors.insert(STREAM.into(), false.into());
-        flat.tensors.entry(EXCLUDE_INPUT).or_insert(true.into());
     }
     let _admission = app.admit()?;
     let mut call = Call::read(&app, flat.request(&app, named)?)?;

@@ -17,7 +17,10 @@ impl Client {
         let endpoint =
             Endpoint::from_shared(format!("http://{address}")).map_err(|error| format!("{address}: {error}"))?;
         let channel = endpoint.tcp_nodelay(true).connect().await;
-        let channel = channel.map_err(|error| format!("cannot connect to {address}: {error}"))?;
+        let channel = channel.map_err(|error| {
+            let why = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+            format!("cannot connect to {address}: {why}")
+        })?;
         Ok(Client { service: GrpcInferenceServiceClient::new(channel) })
     }
 

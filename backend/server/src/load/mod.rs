@@ -163,14 +163,14 @@ pub async fn run(load: &Load, progress: Progress<'_>) -> Result<Vec<Outcome>, St
 #[derive(Clone)]
 enum Client {
     Kserve(kserve::Client),
-    OpenAi(openai::Client),
+    OpenAi(Box<openai::Client>),
 }
 
 impl Client {
     async fn connect(target: &Target) -> Result<Self, String> {
         match target {
             Target::Kserve(address) => Ok(Client::Kserve(kserve::Client::connect(address).await?)),
-            Target::OpenAi(url) => Ok(Client::OpenAi(openai::Client::new(url)?)),
+            Target::OpenAi(url) => Ok(Client::OpenAi(Box::new(openai::Client::new(url)?))),
         }
     }
 

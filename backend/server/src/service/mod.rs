@@ -8,6 +8,7 @@ mod stream;
 pub mod tensors;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use drafthorse_proto::inference::{
     CudaSharedMemoryRegisterRequest, CudaSharedMemoryRegisterResponse, CudaSharedMemoryStatusRequest,
@@ -26,6 +27,7 @@ use drafthorse_proto::{FILE_DESCRIPTOR_SET, GrpcInferenceService, GrpcInferenceS
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::codec::CompressionEncoding;
+use tonic::metadata::MetadataMap;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -34,7 +36,7 @@ use crate::error::{Result, ServerError};
 
 pub use admin::EXTENSIONS;
 
-/// Largest message either way: prompts of many megabytes are refused by their tokens, not by the transport.
+/// Largest message that goes out.
 const MAX_MESSAGE: usize = i32::MAX as usize;
 
 /// Responses of one stream that may wait for a slow client before its requests do.
@@ -52,7 +54,7 @@ struct InferenceService {
 /// `Internal` if the committed descriptors do not decode, which a test rules out.
 pub fn routes(app: &Arc<App>, health: tonic_health::server::HealthReporter) -> Result<Routes> {
     let inference = GrpcInferenceServiceServer::new(InferenceService { app: app.clone() })
-        .max_decoding_message_size(MAX_MESSAGE)
+        .max_decoding_message_size(app.config.grpc_max_input_size)
         .max_encoding_message_size(MAX_MESSAGE)
         .accept_compressed(CompressionEncoding::Gzip)
         .accept_compressed(CompressionEncoding::Deflate);
@@ -66,6 +68,23 @@ pub fn routes(app: &Arc<App>, health: tonic_health::server::HealthReporter) -> R
         .add_service(tonic_health::pb::health_server::HealthServer::new(health_service))
         .add_service(reflection().build_v1().map_err(ServerError::internal)?)
         .add_service(reflection().build_v1alpha().map_err(ServerError::internal)?))
+}
+
+/// The time that the caller gives, less a little: what it gets is our answer, not the transport's, which says `CANCELLED`.
+fn deadline(metadata: &MetadataMap) -> Option<Duration> {
+    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let count: u64 = digits.parse().ok()?;
+    let timeout = match unit {
+        "H" => Duration::from_secs(count.checked_mul(3600)?),
+        "M" => Duration::from_secs(count.checked_mul(60)?),
+        "S" => Duration::from_secs(count),
+        "m" => Duration::from_millis(count),
+        "u" => Duration::from_micros(count),
+        "n" => Duration::from_nanos(count),
+        _ => return None,
+    };
+    Some(timeout - (timeout / 20).min(Duration::from_millis(5)))
 }
 
 fn unsupported<T>(what: &str) -> Result<Response<T>, Status> {
@@ -122,8 +141,15 @@ impl GrpcInferenceService for InferenceService {
     }
 
     async fn model_infer(&self, request: Request<ModelInferRequest>) -> Result<Response<ModelInferResponse>, Status> {
-        let response = Box::pin(infer::answer_once(&self.app, request.into_inner())).await?;
-        Ok(Response::new(response))
+        let deadline = deadline(request.metadata());
+        let answer = Box::pin(infer::answer_once(&self.app, request.into_inner()));
+        let response = match deadline {
+            None => answer.await,
+            Some(deadline) => {
+                tokio::time::timeout(deadline, answer).await.unwrap_or(Err(ServerError::DeadlineExceeded))
+            }
+        };
+        Ok(Response::new(response?))
     }
 
     type ModelStreamInferStream = ReceiverStream<Result<ModelStreamInferResponse, Status>>;
@@ -209,5 +235,27 @@ impl GrpcInferenceService for InferenceService {
 
     async fn log_settings(&self, _: Request<LogSettingsRequest>) -> Result<Response<LogSettingsResponse>, Status> {
         unsupported("LogSettings")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_is_a_little_before_the_callers() {
+        let read = |text: &str| {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            deadline(&metadata).map(|time| time.as_micros())
+        };
+        assert_eq!(read("2S"), Some(1_995_000));
+        assert_eq!(read("100u"), Some(95));
+        assert_eq!(read("200000000n"), Some(195_000));
+        assert_eq!(read("1H"), Some(3_599_995_000));
+        for text in ["", "S", "12", "12x", "-1S", "99999999999999999999H"] {
+            assert_eq!(read(text), None, "{text}");
+        }
+        assert_eq!(deadline(&MetadataMap::new()), None);
     }
 }

@@ -96,11 +96,31 @@ impl ChatTemplate {
         variables.insert("documents".into(), json!(chat.documents));
         variables.insert("add_generation_prompt".into(), Value::Bool(chat.add_generation_prompt));
         variables.extend(chat.variables.clone());
-        template.render(Serde(variables)).map_err(|error| match error.detail() {
+        let rendered = template.render(Serde(&variables)).or_else(|error| {
+            // Most templates want text where a message that only calls tools has none.
+            match without_nulls(&mut variables) {
+                true => template.render(Serde(&variables)),
+                false => Err(error),
+            }
+        });
+        rendered.map_err(|error| match error.detail() {
             Some(detail) if detail.starts_with(RAISED) => ServerError::bad_input("messages", detail),
             _ => ServerError::bad_input("messages", format!("the chat template failed: {error:#}")),
         })
     }
+}
+
+/// Makes contents that are null empty texts; false if there are none.
+fn without_nulls(variables: &mut Map<String, Value>) -> bool {
+    let messages = variables.get_mut("messages").and_then(Value::as_array_mut);
+    let mut found = false;
+    for content in messages.into_iter().flatten().filter_map(|message| message.get_mut("content")) {
+        if content.is_null() {
+            *content = "".into();
+            found = true;
+        }
+    }
+    found
 }
 
 /// `name_token: text` of the tokens that `tokenizer_config.json` names.
@@ -133,7 +153,14 @@ fn plain_message(at: usize, message: &Value) -> Result<Value> {
     }
     let mut message = message.clone();
     match message.get("content") {
-        None | Some(Value::Null | Value::String(_)) => {}
+        Some(Value::String(_)) => {}
+        // An assistant that has said nothing, or called tools.
+        None | Some(Value::Null) if message["role"] == "assistant" => {
+            message.insert("content".into(), Value::Null);
+        }
+        None | Some(Value::Null) => {
+            return Err(bad(".content".into(), "is missing, must be a string or a list of text parts"));
+        }
         Some(Value::Array(parts)) => {
             let mut texts = Vec::with_capacity(parts.len());
             for (part_at, part) in parts.iter().enumerate() {
