@@ -41,8 +41,10 @@ impl OpenAiError {
             ServerError::UnknownModel { .. } | ServerError::UnknownVersion { .. } => {
                 (Some("model"), Some("model_not_found"))
             }
-            // A name, or a sentence.
-            ServerError::Unsupported { what, .. } => (Some(what.as_str()).filter(|what| !what.contains(' ')), None),
+            // `parameter n above 1`, `response_format json_object`.
+            ServerError::Unsupported { what, .. } => {
+                (what.strip_prefix("parameter ").unwrap_or(what).split(' ').next(), None)
+            }
             _ => (None, None),
         };
         error_object(self.status(), &self.0.to_string(), param, code)

@@ -152,7 +152,11 @@ async fn generate_answers_flat_json() {
         "b"
     );
     assert_eq!(text(json!({"text_input": ["a"], "sampling_parameters": "{\"stop\": [\"🦀\"]}"})).await, "ab\"");
-    assert_eq!(text(json!({"text_input": "a", "stream": true})).await, "ab\"🦀", "gathered, with the prompt as any answer that is no stream");
+    assert_eq!(
+        text(json!({"text_input": "a", "stream": true})).await,
+        "ab\"🦀",
+        "gathered, with the prompt as any answer that is no stream"
+    );
     let all =
         json!({"text_input": "a", "return_finish_reason": true, "return_num_output_tokens": true, "max_token": 3});
     let all = door.post("/v2/models/llm/versions/1/generate", all).await.json();
@@ -327,12 +331,16 @@ async fn chat_refuses_by_name() {
     assert_eq!(refused(json!({"messages": []})).await, "400 messages: must not be empty");
     assert_eq!(refused(json!({"messages": null})).await, "400 messages: is missing");
     assert_eq!(refused(json!({"messages": [{"content": "u"}]})).await, "400 messages[0].role: must be a string");
+    assert_eq!(
+        refused(json!({"messages": [{"role": "user", "content": null}]})).await,
+        "400 messages[0].content: is missing, must be a string or a list of text parts"
+    );
     assert_eq!(refused(json!({"tools": [{"type": "function"}]})).await, "400 parameter tools is not supported");
     assert_eq!(
         refused(json!({"response_format": {"type": "json_object"}})).await,
-        "501 response_format json_object is not supported"
+        "400 response_format json_object is not supported"
     );
-    assert_eq!(refused(json!({"n": 2})).await, "501 parameter n above 1 is not supported");
+    assert_eq!(refused(json!({"n": 2})).await, "400 parameter n above 1 is not supported");
     assert_eq!(refused(json!({"top_logprobs": 2})).await, "400 top_logprobs: needs logprobs to be true");
     assert_eq!(
         refused(json!({"logprobs": true, "top_logprobs": 21})).await,
@@ -342,6 +350,10 @@ async fn chat_refuses_by_name() {
     assert_eq!(refused(json!({"max_tokens": 0})).await, "400 max_tokens: must be at least 1, is 0");
     let error = door.post(CHAT, "{").await.json()["error"].clone();
     assert_eq!((&error["type"], &error["param"]), (&json!("invalid_request_error"), &json!("body")));
+    let tools =
+        json!({"model": "llm", "messages": [{"role": "user", "content": "u"}], "tools": [{"type": "function"}]});
+    let error = door.post(CHAT, tools).await.json()["error"].clone();
+    assert_eq!((&error["type"], &error["param"]), (&json!("invalid_request_error"), &json!("tools")));
 }
 
 #[tokio::test]
