@@ -15,6 +15,8 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// Drop tokens less likely than `min_p` times the likeliest; 0 drops none.
     pub min_p: f32,
+    /// Keep the tokens whose surprise is closest to the mean, until their probabilities add up to `typical_p`; 1 keeps all.
+    pub typical_p: f32,
     /// Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 changes nothing.
     pub repetition_penalty: f32,
     /// Subtracted once from the logit of each token in the output.
@@ -23,6 +25,10 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// Added to the logits of single tokens.
     pub logit_bias: Vec<(TokenId, f32)>,
+    /// If not empty, the only tokens that may be picked, in ascending order.
+    pub allowed_tokens: Vec<TokenId>,
+    /// Token sequences that the output must not contain: the last token of each is not picked after the others. None is empty.
+    pub bad_words: Vec<Vec<TokenId>>,
     /// Key of the counter-based random numbers; the counter is the position in the sequence.
     pub seed: u64,
     /// Output tokens after which the sequence ends with [`FinishReason::Length`]; at least 1.
@@ -41,10 +47,13 @@ impl Default for SamplingParams {
             top_k: 0,
             top_p: 1.0,
             min_p: 0.0,
+            typical_p: 1.0,
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
             logit_bias: Vec::new(),
+            allowed_tokens: Vec::new(),
+            bad_words: Vec::new(),
             seed: 0,
             max_tokens: 16,
             min_tokens: 0,
@@ -73,7 +82,7 @@ impl FinishReason {
 }
 
 /// What the output must match; the server has parsed and bounded it, each rank compiles its own matcher.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Grammar {
     /// A JSON schema, as JSON text.
     JsonSchema(String),

@@ -133,8 +133,11 @@ pub struct RankedToken {
 pub enum RowError {
     #[error("the model's logits are not finite at position {position}")]
     NotFinite { position: u32 },
-    #[error("no token continues the grammar at position {position}")]
+    #[error("no token is left to pick at position {position}: the grammar or the allowed tokens leave none")]
     GrammarDeadEnd { position: u32 },
+    /// A grammar that is too costly to go on with, or that the rank cannot take.
+    #[error("the grammar failed at position {position}: {reason}")]
+    Grammar { position: u32, reason: String },
 }
 
 #[cfg(test)]

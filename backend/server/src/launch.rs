@@ -31,18 +31,20 @@ pub fn load(dir: &ModelDir, version: u64, path: &Path, config: &ServerConfig) ->
         info!(model = dir.name, setting = resolved.name, value = resolved.value, from = %resolved.source, "set");
     }
     check_device(&dir.config, &settings)?;
-    let worker = worker_config(&settings, path, config.num_threads)?;
+    let mut worker = worker_config(&settings, path, config.num_threads)?;
     let engine_config = engine_config(&settings, &dir.config)?;
     let text = match is_made_up(&settings)? && !path.join("tokenizer.json").is_file() {
         true => ModelText::made_up(path)?,
         false => ModelText::from_dir(path)?,
     };
+    worker.grammars.clone_from(&text.grammars);
 
     let failed = |error: &dyn std::error::Error| ServerError::CannotStart { reason: chain(error) };
     let (ready, link) = drafthorse_worker::spawn(worker, log_progress(dir.name.clone())).map_err(|e| failed(&e))?;
     let links: Vec<Box<dyn Link>> = vec![Box::new(link)];
     let engine = Engine::start(engine_config, ready, links).map_err(|e| failed(&e))?;
-    Ok(ServedModel::new(&dir.name, version, text, engine))
+    let strict = settings.parse_bool("strict_parameters")?;
+    Ok(ServedModel::new(&dir.name, version, text, engine).with_strict_parameters(strict))
 }
 
 /// Every setting of a model, with its source.
@@ -99,6 +101,7 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             max_draft_token_num: settings.parse("speculate_max_draft_token_num", COUNT)?,
             max_ngram_size: settings.parse("speculate_max_ngram_size", COUNT)?,
         },
+        grammars: None,
     })
 }
 

@@ -61,6 +61,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("queue_timeout_ms", "", "longest wait for a request's first step; default none"),
     setting("default_priority", "8", "level of requests that name none; 1 goes first"),
     setting("enable_prefix_caching", "true", "reuse the KV of prompts that begin alike"),
+    setting("strict_parameters", "false", "refuse requests with parameters that are not known, instead of a warning"),
     setting("tensor_parallel_size", "1", "ranks that share each layer"),
     setting("speculate_method", "none", "none, ngram or inference_with_reference: how drafts are made"),
     setting("speculate_max_draft_token_num", "3", "most drafts a sequence gets in one step, 1 to 7"),

@@ -3,10 +3,12 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use drafthorse_kernels::{DType, Device};
 
 use crate::error::{Result, WorkerError};
+use crate::grammar::Grammars;
 use crate::runner::MAX_IN_FLIGHT;
 use crate::spec::SpeculateConfig;
 
@@ -64,6 +66,8 @@ pub struct WorkerConfig {
     /// Threads of the process-wide CPU pool, if no model has started it; `None`: one a core.
     pub num_threads: Option<usize>,
     pub speculate: SpeculateConfig,
+    /// What compiles the grammars of guided sequences. `None`: they fail.
+    pub grammars: Option<Arc<Grammars>>,
 }
 
 impl Default for WorkerConfig {
@@ -87,6 +91,7 @@ impl Default for WorkerConfig {
             memory_bytes: None,
             num_threads: None,
             speculate: SpeculateConfig::default(),
+            grammars: None,
         }
     }
 }

@@ -47,6 +47,7 @@ pub(crate) struct Runner {
     pub kept_rows: Vec<(u32, u32)>,
     pub graphs: Graphs,
     pub max_model_len: usize,
+    pub vocab_size: usize,
     /// The step launched last; 0 before the first.
     pub last_step: u64,
     pub in_flight: VecDeque<InFlight>,
@@ -120,7 +121,8 @@ impl Runner {
             let admitted = step.admit.iter().find(|admit| admit.slot == row.slot);
             let changed = match admitted {
                 Some(admit) => {
-                    changes_logits(&admit.sampling, admit.tokens.len().saturating_sub(admit.num_prompt as usize))
+                    admit.grammar.is_some()
+                        || changes_logits(&admit.sampling, admit.tokens.len().saturating_sub(admit.num_prompt as usize))
                 }
                 None => self.slots.try_state(row.slot).is_none_or(SlotState::changes_logits),
             };
@@ -323,6 +325,7 @@ impl Runner {
     fn sample(&mut self, hidden: &Tensor) -> Result<()> {
         let rows = &self.inputs.logits;
         self.sampler.begin();
+        self.sampler.fill_masks(&self.inputs, self.vocab_size, &mut self.slots);
         let (_, width) = hidden.rows_cols();
         let mut next = 0;
         while next < rows.len() {

@@ -3,16 +3,19 @@
 //! Biases and penalties change the logits before a token is picked; log-probabilities are always the model's own, of the
 //! logits as they came. The random number of a token belongs to its seed and its place in the sequence.
 
-use drafthorse_control::{RankedToken, SamplingParams, TokenId, TokenLogprobs};
+use drafthorse_control::{RankedToken, RowError, SamplingParams, TokenId, TokenLogprobs};
 use drafthorse_kernels::device::Readback;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
 use drafthorse_kernels::ops::logprobs::{self, LogprobsOut};
+use drafthorse_kernels::ops::mask;
 use drafthorse_kernels::ops::penalty::{Penalties, TokenCount, penalize};
 use drafthorse_kernels::ops::sample;
+use drafthorse_kernels::ops::typical::{TypicalRow, typical};
 use drafthorse_kernels::{DType, Device, Tensor, Workspace};
 
 use crate::error::Result;
-use crate::inputs::{LogitRow, LogitsOf};
+use crate::inputs::{Inputs, LogitRow, LogitsOf};
+use crate::masks::Masks;
 use crate::row_params::RowParams;
 use crate::slots::{SlotState, Slots, count};
 
@@ -34,6 +37,8 @@ pub(crate) struct Sampler {
     /// One per row of the step; -1 where the logits were not finite.
     tokens: Vec<i32>,
     logprobs: Vec<Option<TokenLogprobs>>,
+    masks: Masks,
+    typical: Vec<TypicalRow>,
     /// A row's tokens with its drafts, and its biases with its masks; kept for their memory.
     seen: Vec<TokenCount>,
     bias: Vec<(TokenId, f32)>,
@@ -48,6 +53,8 @@ impl Sampler {
             ids_on_host: [Readback::new(device, chunk_rows)?, Readback::new(device, chunk_rows)?],
             tokens: Vec::with_capacity(max_rows),
             logprobs: Vec::with_capacity(max_rows),
+            masks: Masks::default(),
+            typical: Vec::new(),
             seen: Vec::new(),
             bias: Vec::new(),
         })
@@ -60,7 +67,7 @@ impl Sampler {
         let lists = 4 * tensor(chunk_rows) + 2 * tensor(chunk_rows * logprobs::MAX_TOP);
         let of_op = match device {
             Device::Cpu => sample::workspace_bytes(vocab_size),
-            Device::Cuda(_) => sample::gpu_workspace_bytes(chunk_rows),
+            Device::Cuda(_) => sample::gpu_workspace_bytes(chunk_rows) + mask::workspace_bytes(chunk_rows, vocab_size),
         };
         own_logits + lists + of_op
     }
@@ -74,6 +81,17 @@ impl Sampler {
     pub fn begin(&mut self) {
         self.tokens.clear();
         self.logprobs.clear();
+        self.masks.clear();
+    }
+
+    /// Works out which tokens each row of the step may have, while the device still runs the model.
+    pub fn fill_masks(&mut self, inputs: &Inputs, vocab_size: usize, slots: &mut Slots) {
+        self.masks.fill(inputs, vocab_size, slots);
+    }
+
+    /// Why no token can be picked at row `index` of the step, if its grammar says so.
+    pub fn mask_error(&self, index: usize) -> Option<&RowError> {
+        self.masks.error(index)
     }
 
     /// The token of row `index` of the step, or `None` if its logits were not finite.
@@ -112,6 +130,8 @@ impl Sampler {
                 }
             }
         }
+        self.masks.apply(first, logits, workspace)?;
+        self.take_out_untypical(rows, logits, slots)?;
         self.params.send()?;
         self.pick(logits, workspace)?;
         self.collect(rows.len())?;
@@ -183,14 +203,24 @@ impl Sampler {
         Ok(())
     }
 
+    /// After everything else that changes logits, before the other limits on what is kept.
+    fn take_out_untypical(&mut self, rows: &[LogitRow], logits: &mut Tensor, slots: &Slots) -> Result<()> {
+        let wanted = rows.iter().enumerate().filter_map(|(row, of)| {
+            let SamplingParams { temperature, typical_p, .. } = slots.state(of.slot).sampling;
+            let samples = matches!(of.of, LogitsOf::Next { .. }) && temperature > 0.0 && typical_p < 1.0;
+            samples.then_some(TypicalRow { row, temperature, typical_p })
+        });
+        self.typical.clear();
+        self.typical.extend(wanted);
+        Ok(typical(logits, &self.typical)?)
+    }
+
     /// Biases, masks and penalties on one row that comes after some drafts.
     fn adjust(&mut self, state: &SlotState, drafts: &[i32], logits: &mut Tensor) -> Result<()> {
         let sampling = &state.sampling;
         self.bias.clear();
         self.bias.extend_from_slice(&sampling.logit_bias);
-        if state.num_output() + drafts.len() < sampling.min_tokens as usize {
-            self.bias.extend(sampling.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
-        }
+        self.bias.extend(state.banned(drafts).map(|token| (token, f32::NEG_INFINITY)));
         self.seen.clear();
         let penalties = state.penalties();
         if penalties != Penalties::NONE {

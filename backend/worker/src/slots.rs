@@ -4,12 +4,16 @@
 //! proposer writes them; hidden rows lie on the device. The tokens stay on the host: results carry them up, and prompt lookup
 //! searches them.
 
-use drafthorse_control::{Admit, BlockId, SamplingParams, Slot, TokenId};
+use std::sync::Arc;
+
+use drafthorse_control::{Admit, BlockId, RowError, SamplingParams, Slot, TokenId};
 use drafthorse_kernels::ops::copy_rows::{copy_rows, copy_rows_from};
+use drafthorse_kernels::ops::mask;
 use drafthorse_kernels::ops::penalty::{Penalties, TokenCount};
 use drafthorse_kernels::{DType, Device, Tensor};
 
 use crate::error::{Result, WorkerError};
+use crate::grammar::{Grammars, Matcher};
 
 /// Sizes of the slot table, fixed at load.
 #[derive(Clone, Copy, Debug)]
@@ -42,10 +46,12 @@ pub struct Slots {
     num_drafts: Tensor,
     /// `[slots, hidden]`, the target's hidden state of the last token whose KV holds.
     last_hidden: Tensor,
+    /// What compiles grammars, if the model's tokens are known.
+    grammars: Option<Arc<Grammars>>,
 }
 
 /// One sequence, on the host.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct SlotState {
     /// No two sequences of a rank have the same.
     pub serial: u64,
@@ -65,17 +71,62 @@ pub(crate) struct SlotState {
     pub sampling: SamplingParams,
     /// The distinct tokens of `tokens`, in order, if penalties need them.
     pub seen: Vec<TokenCount>,
+    /// Where its grammar stands after `tokens`, if it has one.
+    pub matcher: Option<Box<Matcher>>,
+    /// A bit for each token that may be picked, if only some may.
+    pub allowed: Option<Vec<u32>>,
+    /// Why it cannot run: its first row says so.
+    pub refused: Option<RowError>,
     /// Set once it ended or failed: rows that were on their way by then are inert.
     pub ended: bool,
 }
 
 impl SlotState {
     /// Takes over a token that was sampled.
-    pub fn accept(&mut self, token: TokenId) {
+    ///
+    /// # Errors
+    /// If its grammar cannot follow.
+    pub fn accept(&mut self, token: TokenId) -> Result<(), RowError> {
+        let position = self.tokens.len() as u32;
         self.tokens.push(token);
         if self.penalties() != Penalties::NONE {
             count(&mut self.seen, token, 1);
         }
+        match &mut self.matcher {
+            None => Ok(()),
+            Some(matcher) => matcher.accept(token).map_err(|reason| RowError::Grammar { position, reason }),
+        }
+    }
+
+    /// True if nothing may follow by its grammar.
+    pub fn is_complete(&self) -> bool {
+        self.matcher.as_ref().is_some_and(|matcher| matcher.is_done())
+    }
+
+    /// Whether only some tokens may be picked, so that rows need masks.
+    pub fn is_masked(&self) -> bool {
+        self.matcher.is_some() || self.allowed.is_some()
+    }
+
+    /// Tokens that must not follow `drafts`: an end before `min_tokens`, the last of bad words.
+    pub fn banned(&self, drafts: &[i32]) -> impl Iterator<Item = TokenId> {
+        let too_early = self.num_output() + drafts.len() < self.sampling.min_tokens as usize;
+        let ends = self.sampling.stop_tokens.iter().filter(move |_| too_early).copied();
+        // The token that stands `back` places before the next one, if that is output.
+        let before_next = |back: usize| match drafts.len().checked_sub(back) {
+            Some(index) => Some(drafts[index] as TokenId),
+            None => self.output().len().checked_sub(back - drafts.len()).map(|index| self.output()[index]),
+        };
+        let bad = self.sampling.bad_words.iter().filter_map(move |word| {
+            let (&last, before) = word.split_last()?;
+            let stands = before.iter().rev().zip(1..).all(|(&token, back)| before_next(back) == Some(token));
+            stands.then_some(last)
+        });
+        ends.chain(bad)
+    }
+
+    fn output(&self) -> &[TokenId] {
+        &self.tokens[self.num_prompt..]
     }
 
     pub fn penalties(&self) -> Penalties {
@@ -84,7 +135,7 @@ impl SlotState {
 
     /// Whether biases, masks or penalties apply to the next token. With a token being sampled perhaps without need.
     pub fn changes_logits(&self) -> bool {
-        changes_logits(&self.sampling, self.num_output())
+        self.refused.is_some() || self.is_masked() || changes_logits(&self.sampling, self.num_output())
     }
 
     pub fn num_output(&self) -> usize {
@@ -112,12 +163,17 @@ impl Slots {
         Ok(Slots {
             sizes,
             num_admitted: 0,
-            states: vec![None; num_slots],
+            states: (0..num_slots).map(|_| None).collect(),
             block_tables: Tensor::zeros(&Device::Cpu, "block tables", [num_slots, max_blocks], DType::I32)?,
             drafts: Tensor::zeros(&Device::Cpu, "drafts", [num_slots, max_drafts.max(1)], DType::I32)?,
             num_drafts: Tensor::zeros(&Device::Cpu, "draft counts", [num_slots], DType::I32)?,
             last_hidden: Tensor::zeros(device, "last hidden rows", [num_slots, hidden], dtype)?,
+            grammars: None,
         })
+    }
+
+    pub(crate) fn with_grammars(self, grammars: Option<Arc<Grammars>>) -> Self {
+        Slots { grammars, ..self }
     }
 
     /// Prompt and verified output of a running sequence, and where the output begins in it.
@@ -164,6 +220,16 @@ impl Slots {
     pub(crate) fn cut_drafts(&mut self, slot: Slot, keep: usize) {
         let num_drafts = &mut self.num_drafts.as_mut_slice::<i32>()[slot.0 as usize];
         *num_drafts = (*num_drafts).min(keep as i32);
+    }
+
+    /// Forgets the drafts that the slot's grammar would refuse.
+    pub(crate) fn cut_refused_drafts(&mut self, slot: Slot) {
+        let drafts = self.drafts(slot).to_vec();
+        let matcher = self.states[slot.0 as usize].as_mut().and_then(|state| state.matcher.as_mut());
+        if let Some(matcher) = matcher.filter(|_| !drafts.is_empty()) {
+            let num_allowed = matcher.num_allowed(&drafts);
+            self.cut_drafts(slot, num_allowed);
+        }
     }
 
     /// Keeps rows of `hidden` as the last of sequences: `(row, slot)`.
@@ -221,10 +287,8 @@ impl Slots {
             Some(Some(_)) => return Err(bad("slot", slot.0 as usize, "empty before a sequence is admitted".into())),
             Some(None) => {}
         }
-        for (wanted, feature) in [(admit.grammar.is_some(), "a grammar"), (admit.adapter.is_some(), "an adapter")] {
-            if wanted {
-                return Err(WorkerError::Unsupported { step, slot, feature });
-            }
+        if admit.adapter.is_some() {
+            return Err(WorkerError::Unsupported { step, slot, feature: "an adapter" });
         }
         let SlotSizes { max_model_len, block_size, vocab_size, .. } = self.sizes;
         let num_tokens = admit.tokens.len();
@@ -259,8 +323,15 @@ impl Slots {
             num_blocks: 0,
             sampling: admit.sampling.clone(),
             seen: Vec::new(),
+            matcher: None,
+            allowed: allowed_bits(&admit.sampling, vocab_size),
+            refused: None,
             ended: false,
         };
+        match self.matcher(admit) {
+            Ok(matcher) => state.matcher = matcher,
+            Err(reason) => state.refused = Some(RowError::Grammar { position: num_tokens as u32, reason }),
+        }
         if state.penalties() != Penalties::NONE {
             for (index, &token) in admit.tokens.iter().enumerate() {
                 count(&mut state.seen, token, u32::from(index >= num_prompt));
@@ -273,6 +344,15 @@ impl Slots {
             copy_rows(&mut self.last_hidden, &[(parent.0, slot.0)])?;
         }
         Ok(())
+    }
+
+    /// Where the sequence's grammar stands after what it has of output.
+    fn matcher(&self, admit: &Admit) -> Result<Option<Box<Matcher>>, String> {
+        let Some(grammar) = &admit.grammar else { return Ok(None) };
+        let grammars = self.grammars.as_ref().ok_or("this rank does not know the bytes of tokens")?;
+        let compiled = grammars.compile(grammar).map_err(|error| error.to_string())?;
+        let output = &admit.tokens[admit.num_prompt as usize..];
+        Ok(Some(Box::new(Matcher::new(&compiled, output)?)))
     }
 
     /// Appends to the slot's block table.
@@ -301,6 +381,9 @@ impl Slots {
 /// Whether logits are changed before the token after `num_output` others is picked.
 pub(crate) fn changes_logits(sampling: &SamplingParams, num_output: usize) -> bool {
     !sampling.logit_bias.is_empty()
+        || !sampling.bad_words.is_empty()
+        || !sampling.allowed_tokens.is_empty()
+        || sampling.typical_p < 1.0
         || num_output < sampling.min_tokens as usize
         || penalties(sampling) != Penalties::NONE
 }
@@ -311,6 +394,18 @@ fn penalties(sampling: &SamplingParams) -> Penalties {
         presence: sampling.presence_penalty,
         frequency: sampling.frequency_penalty,
     }
+}
+
+/// A bit for each token that `sampling` allows; `None` if it allows all.
+fn allowed_bits(sampling: &SamplingParams, vocab_size: usize) -> Option<Vec<u32>> {
+    if sampling.allowed_tokens.is_empty() {
+        return None;
+    }
+    let mut bits = vec![0; mask::num_words(vocab_size)];
+    for &token in sampling.allowed_tokens.iter().filter(|&&token| (token as usize) < vocab_size) {
+        bits[token as usize / 32] |= 1 << (token % 32);
+    }
+    Some(bits)
 }
 
 /// Counts a token that stands in the prompt (0) or in the output (1). `seen` stays in the order of tokens.

@@ -22,6 +22,7 @@ impl Runner {
             if row.is_inert() {
                 continue;
             }
+            result.error = self.slots.state(row.slot).refused.clone();
             self.collect_prompt_logprobs(&row, result);
             let drafts_held = self.accept(&row, result);
             let computed = row.num_known() + drafts_held;
@@ -68,6 +69,10 @@ impl Runner {
             if result.error.is_some() {
                 break;
             }
+            if let Some(error) = self.sampler.mask_error(index) {
+                result.error = Some(error.clone());
+                break;
+            }
             let Some(token) = self.sampler.token(index) else {
                 let position = self.inputs.logits[index].position as u32;
                 result.error = Some(RowError::NotFinite { position });
@@ -77,10 +82,10 @@ impl Runner {
             let draft = self.slots.drafts(row.slot).get(after_drafts).filter(|_| after_drafts < row.num_drafts);
             let draft_holds = draft.is_some_and(|&draft| draft as TokenId == token);
             let state = self.slots.state_mut(row.slot);
-            state.accept(token);
+            result.error = state.accept(token).err();
             result.accepted.push(token);
             result.logprobs.extend(self.sampler.logprobs(index).cloned());
-            result.ended = ends(state, token, self.max_model_len);
+            result.ended = ends(state, token, self.max_model_len).filter(|_| result.error.is_none());
             if result.ended.is_some() || !draft_holds {
                 break;
             }
@@ -121,6 +126,7 @@ impl Runner {
         })?;
         for row in &self.propose_rows {
             self.slots.cut_drafts(row.slot, if row.wants_drafts { row.room } else { 0 });
+            self.slots.cut_refused_drafts(row.slot);
         }
         for (row, result) in self.inputs.rows.iter().zip(results) {
             result.num_drafts = self.slots.drafts(row.slot).len() as u32;
@@ -132,7 +138,7 @@ impl Runner {
 /// Whether `token`, just appended, ends its sequence. A stop token is more than the length it comes at.
 fn ends(state: &SlotState, token: TokenId, max_model_len: usize) -> Option<FinishReason> {
     // Before min_tokens they are masked, so that one here may stop.
-    if state.sampling.stop_tokens.contains(&token) {
+    if state.sampling.stop_tokens.contains(&token) || state.is_complete() {
         return Some(FinishReason::Stop);
     }
     (state.room(max_model_len) == 0).then_some(FinishReason::Length)

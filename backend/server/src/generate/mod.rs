@@ -6,13 +6,17 @@
 //!
 //! Dropping a [`Generation`] cancels it. All requests are counted here, so that no door forgets to.
 
+mod choices;
 mod defaults;
+mod guided;
 mod model;
+mod prepare;
 mod request;
 #[cfg(test)]
 pub(crate) mod scripted;
 mod stream;
 
+pub use choices::{Answer, Choices};
 pub use defaults::GenerationDefaults;
 pub use model::{ModelText, ServedModel};
 pub use request::{Chunk, Dialect, Finish, GenerateRequest, Prompt, StopCause, Whole};

@@ -5,23 +5,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use drafthorse_control::{Logprobs, SamplingParams, TokenId, Wants};
+use drafthorse_control::Logprobs;
 use drafthorse_engine::{Engine, Request, RequestId};
-use tokio::sync::mpsc;
+use drafthorse_worker::grammar::Grammars;
+use tokio::sync::{Semaphore, mpsc};
 
+use super::choices::Choices;
 use super::defaults::GenerationDefaults;
-use super::request::{Dialect, GenerateRequest, Prompt};
+use super::prepare::Prepared;
+use super::request::GenerateRequest;
 use super::stream::{Generation, Started};
-use crate::error::{Result, ServerError};
+use crate::error::Result;
 use crate::metrics::{Failure, ModelMetrics, ModelView};
-use crate::params::GenerateParams;
 use crate::text::{ChatTemplate, Detokenizer, StopStrings, Tokenizer};
 
-/// Temperatures below are 0: dividing by them would leave nothing but infinities.
-const MIN_TEMPERATURE: f32 = 1e-5;
-
-/// Tokens of an answer that sets no limit, but for chat.
-const DEFAULT_MAX_TOKENS: u32 = 16;
+/// Grammars compiled at once: one more may wait for one that takes long.
+const MAX_COMPILING: usize = 2;
 
 /// The part of a checkpoint that is about text.
 #[derive(Debug)]
@@ -29,6 +28,8 @@ pub struct ModelText {
     pub tokenizer: Tokenizer,
     pub chat_template: Option<ChatTemplate>,
     pub defaults: GenerationDefaults,
+    /// What compiles grammars for its tokens; `None` if they do not make text one after the other.
+    pub grammars: Option<Arc<Grammars>>,
 }
 
 impl ModelText {
@@ -40,7 +41,12 @@ impl ModelText {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat_template = ChatTemplate::from_dir(dir)?;
         let defaults = GenerationDefaults::from_dir(dir, &tokenizer)?;
-        Ok(ModelText { tokenizer, chat_template, defaults })
+        Ok(ModelText::new(tokenizer, chat_template, defaults))
+    }
+
+    pub fn new(tokenizer: Tokenizer, chat_template: Option<ChatTemplate>, defaults: GenerationDefaults) -> Self {
+        let grammars = tokenizer.token_bytes(&defaults.end_tokens).map(|tokens| Arc::new(Grammars::new(tokens)));
+        ModelText { tokenizer, chat_template, defaults, grammars }
     }
 }
 
@@ -58,7 +64,7 @@ impl ModelText {
             return Err(ServerError::BadFile { path, reason: "vocab_size is no number".into() });
         };
         let defaults = GenerationDefaults::default();
-        Ok(ModelText { tokenizer: Tokenizer::of_numbers(size)?, chat_template: None, defaults })
+        Ok(ModelText::new(Tokenizer::of_numbers(size)?, None, defaults))
     }
 }
 
@@ -72,6 +78,10 @@ pub struct ServedModel {
     /// Seconds since 1970.
     created: u64,
     next_id: AtomicU64,
+    /// Refuse parameters that are not known.
+    strict: bool,
+    /// Grammars compiled at once.
+    pub(super) compiling: Arc<Semaphore>,
 }
 
 impl std::fmt::Debug for ServedModel {
@@ -84,7 +94,27 @@ impl ServedModel {
     pub fn new(name: impl Into<String>, version: u64, text: ModelText, engine: Engine) -> Self {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let metrics = ModelMetrics::default();
-        ServedModel { name: name.into(), version, text, engine, metrics, created, next_id: AtomicU64::new(1) }
+        ServedModel {
+            name: name.into(),
+            version,
+            text,
+            engine,
+            metrics,
+            created,
+            next_id: AtomicU64::new(1),
+            strict: false,
+            compiling: Arc::new(Semaphore::new(MAX_COMPILING)),
+        }
+    }
+
+    /// Whether parameters that are not known are refused rather than warned of.
+    #[must_use]
+    pub fn with_strict_parameters(self, strict: bool) -> Self {
+        ServedModel { strict, ..self }
+    }
+
+    pub fn is_strict(&self) -> bool {
+        self.strict
     }
 
     pub fn name(&self) -> &str {
@@ -111,6 +141,10 @@ impl ServedModel {
         &self.text.defaults
     }
 
+    pub(super) fn grammars(&self) -> Option<&Arc<Grammars>> {
+        self.text.grammars.as_ref()
+    }
+
     /// When it was loaded, in seconds since 1970.
     pub fn created(&self) -> u64 {
         self.created
@@ -127,40 +161,58 @@ impl ServedModel {
         ModelView { name: &self.name, version, metrics: &self.metrics, engine: self.engine.stats() }
     }
 
-    /// Starts a request. Its answer comes as a stream; dropping that cancels it.
+    /// Starts a request of one choice. Its answer comes as a stream; dropping that cancels it.
     ///
     /// # Errors
     /// If it can never run, or the engine takes none now. What goes wrong later is in the stream.
     pub async fn generate(self: &Arc<Self>, request: GenerateRequest) -> Result<Generation> {
         let arrived = Instant::now();
-        let result = self.start(request, arrived).await;
+        let started = async { self.start(&self.prepare(request, arrived).await?, 0) };
+        self.counted(started.await, arrived)
+    }
+
+    /// Starts a request of any number of choices.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate).
+    pub async fn generate_choices(self: &Arc<Self>, request: GenerateRequest) -> Result<Choices> {
+        let arrived = Instant::now();
+        let started = async { Choices::start(self, self.prepare(request, arrived).await?) };
+        self.counted(started.await, arrived)
+    }
+
+    fn counted<T>(&self, result: Result<T>, arrived: Instant) -> Result<T> {
         if let Err(error) = &result {
             self.metrics.failed(Failure::from(error), arrived.elapsed());
         }
         result
     }
 
-    async fn start(self: &Arc<Self>, request: GenerateRequest, arrived: Instant) -> Result<Generation> {
-        request.params.check()?;
-        let prompt = self.prompt_tokens(request.prompt).await?;
-        let encoding = arrived.elapsed();
-        let prompt_tokens = prompt.len();
-        let params = request.params;
-        let sampling = self.sampling(&params, request.dialect, prompt_tokens)?;
-        let wants = Wants { logprobs: wanted(params.logprobs), prompt_logprobs: wanted(params.prompt_logprobs) };
-
+    /// Hands choice `index` of a request to the engine.
+    ///
+    /// # Errors
+    /// If it can never run, or the engine takes none now.
+    pub(super) fn start(self: &Arc<Self>, prepared: &Prepared, index: u32) -> Result<Generation> {
+        let params = &prepared.params;
+        let mut sampling = prepared.sampling.clone();
+        sampling.seed = choice_seed(sampling.seed, index);
         let id = RequestId(self.next_id.fetch_add(1, Relaxed));
         let (sender, events) = mpsc::unbounded_channel();
         let stop_tokens = sampling.stop_tokens.clone();
         let (max_tokens, min_tokens) = (sampling.max_tokens as usize, sampling.min_tokens as usize);
         // At most `max_tokens` events, so the channel needs no bound of its own.
         let sink = Box::new(move |event| sender.send((Instant::now(), event)).is_ok());
-        let mut engine_request = Request::new(id, prompt, sampling, sink);
-        engine_request.wants = wants;
-        engine_request.priority = params.priority;
-        engine_request.queue_timeout = request.queue_timeout;
-        engine_request.deadline = request.timeout.map(|timeout| arrived + timeout);
-        self.engine.submit(engine_request)?;
+        let mut request = Request::new(id, prepared.prompt.to_vec(), sampling, sink);
+        request.grammar = params.guided.as_ref().map(|guided| guided.grammar.clone());
+        request.wants = prepared.wants;
+        if index > 0 {
+            // Told once is enough; and without them what is cached need not be run again.
+            request.wants.prompt_logprobs = Logprobs::None;
+        }
+        request.priority = params.priority;
+        request.queue_timeout = prepared.queue_timeout;
+        request.deadline = prepared.timeout.map(|timeout| prepared.arrived + timeout);
+        self.engine.submit(request)?;
         let detokenizer: Detokenizer = self.text.tokenizer.detokenizer(!params.keep_special_tokens);
         let stop = StopStrings::new(&params.stop, params.include_stop_str_in_output);
         Ok(Generation::new(Started {
@@ -169,90 +221,28 @@ impl ServedModel {
             events,
             detokenizer,
             stop,
-            stop_strings: params.stop,
+            stop_strings: params.stop.clone(),
             keep_stop_token: params.include_stop_str_in_output,
             stop_tokens,
             max_tokens,
             min_tokens,
-            prompt_tokens,
-            warnings: params.warnings,
-            arrived,
-            encoding,
+            prompt_tokens: prepared.prompt.len(),
+            warnings: params.warnings.clone(),
+            arrived: prepared.arrived,
+            encoding: prepared.encoding,
+            _grammar: prepared.grammar.clone(),
         }))
     }
-
-    async fn prompt_tokens(&self, prompt: Prompt) -> Result<Vec<TokenId>> {
-        let (text, add_special_tokens) = match prompt {
-            Prompt::Tokens(tokens) => return self.check_prompt(tokens),
-            Prompt::Text(text) => (text, true),
-            Prompt::Rendered(text) => (text, false),
-        };
-        // Megabytes too much need not be cut into tokens to know it.
-        let fewest = self.text.tokenizer.fewest_tokens(text.len());
-        if fewest >= self.max_len() {
-            let max = self.max_len();
-            let reason =
-                format!("has at least {fewest} tokens, the model takes at most {max} with at least one for the answer");
-            return Err(ServerError::bad_input("prompt", reason));
-        }
-        let tokens = self.text.tokenizer.encode(text, add_special_tokens).await?;
-        self.check_prompt(tokens)
-    }
-
-    fn check_prompt(&self, tokens: Vec<TokenId>) -> Result<Vec<TokenId>> {
-        if tokens.is_empty() {
-            return Err(ServerError::bad_input("prompt", "is empty, the model needs at least one token to continue"));
-        }
-        if tokens.len() >= self.max_len() {
-            return Err(ServerError::PromptTooLong { tokens: tokens.len(), max: self.max_len() });
-        }
-        Ok(tokens)
-    }
-
-    /// Fills in what the request left open.
-    fn sampling(&self, params: &GenerateParams, dialect: Dialect, prompt_tokens: usize) -> Result<SamplingParams> {
-        let vocab_size = self.engine.limits().vocab_size;
-        let biased = params.logit_bias.iter().map(|(id, _)| ("logit_bias", id));
-        let mut named = params.stop_token_ids.iter().map(|id| ("stop_token_ids", id)).chain(biased);
-        if let Some((field, id)) = named.find(|(_, id)| **id >= vocab_size) {
-            return Err(ServerError::bad_input(field, format!("has token {id}, the vocabulary has {vocab_size}")));
-        }
-
-        let silent = GenerationDefaults::default();
-        let defaults = if dialect == Dialect::Tensors { &silent } else { &self.text.defaults };
-        let temperature = params.temperature.or(defaults.temperature).unwrap_or(1.0);
-        let mut stop_tokens = params.stop_token_ids.clone();
-        if !params.ignore_eos {
-            stop_tokens.extend(self.text.defaults.end_tokens.iter().filter(|&&id| id < vocab_size));
-        }
-        stop_tokens.sort_unstable();
-        stop_tokens.dedup();
-        let room = (self.max_len() - prompt_tokens) as u32;
-        let silent_max = if dialect == Dialect::Chat { room } else { DEFAULT_MAX_TOKENS.max(params.min_tokens) };
-        let max_tokens = params.max_tokens.unwrap_or(silent_max).min(room);
-        Ok(SamplingParams {
-            temperature: if temperature < MIN_TEMPERATURE { 0.0 } else { temperature },
-            top_k: params.top_k.or(defaults.top_k).unwrap_or(0),
-            top_p: params.top_p.or(defaults.top_p).unwrap_or(1.0),
-            min_p: params.min_p.or(defaults.min_p).unwrap_or(0.0),
-            repetition_penalty: params.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
-            presence_penalty: params.presence_penalty.unwrap_or(0.0),
-            frequency_penalty: params.frequency_penalty.unwrap_or(0.0),
-            logit_bias: params.logit_bias.clone(),
-            seed: params.seed.unwrap_or_else(fresh_seed),
-            max_tokens,
-            min_tokens: params.min_tokens.min(max_tokens),
-            stop_tokens,
-        })
-    }
 }
 
-fn wanted(top: Option<u32>) -> Logprobs {
-    top.map_or(Logprobs::None, Logprobs::Top)
-}
-
-fn fresh_seed() -> u64 {
-    let (high, low) = uuid::Uuid::new_v4().as_u64_pair();
-    // Folded, for a few bits of each half are fixed.
-    high ^ low.rotate_left(32)
+/// The seed of a choice. The first has the request's own, so that it is the answer of a request for one; the others' are words of
+/// SplitMix64 (Steele et al. 2014) that starts there.
+fn choice_seed(seed: u64, index: u32) -> u64 {
+    if index == 0 {
+        return seed;
+    }
+    let mut word = seed.wrapping_add(u64::from(index).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
 }

@@ -69,6 +69,23 @@ pub struct Chunk {
     pub finish: Option<Finish>,
 }
 
+impl Chunk {
+    /// Takes over what comes after it.
+    pub(super) fn append(&mut self, next: Chunk) {
+        self.text.push_str(&next.text);
+        self.token_ids.extend(next.token_ids);
+        self.logprobs.extend(next.logprobs);
+        self.prompt_logprobs.extend(next.prompt_logprobs);
+        self.finish = next.finish;
+    }
+
+    /// All chunks in one; `None` if the last was not among them.
+    pub(super) fn into_whole(self) -> Option<Whole> {
+        let Chunk { text, token_ids, logprobs, prompt_logprobs, finish } = self;
+        Some(Whole { text, token_ids, logprobs, prompt_logprobs, finish: finish? })
+    }
+}
+
 /// How an answer ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finish {
@@ -95,4 +112,18 @@ pub struct Whole {
     pub logprobs: Vec<TokenLogprobs>,
     pub prompt_logprobs: Vec<TokenLogprobs>,
     pub finish: Finish,
+}
+
+impl Whole {
+    /// The log-probability of all its tokens together, as far as they have one.
+    pub fn cumulative_logprob(&self) -> f64 {
+        self.logprobs.iter().map(|entry| f64::from(entry.token.logprob)).sum()
+    }
+}
+
+impl From<Whole> for Chunk {
+    fn from(whole: Whole) -> Self {
+        let Whole { text, token_ids, logprobs, prompt_logprobs, finish } = whole;
+        Chunk { text, token_ids, logprobs, prompt_logprobs, finish: Some(finish) }
+    }
 }

@@ -45,7 +45,7 @@ pub(crate) fn model(text: &str, tokens_per_step: usize) -> Arc<ServedModel> {
     let chat_template: Option<ChatTemplate> =
         Some(template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"));
     let defaults = GenerationDefaults { end_tokens: vec![end], ..GenerationDefaults::default() };
-    Arc::new(ServedModel::new("llm", 1, ModelText { tokenizer, chat_template, defaults }, engine))
+    Arc::new(ServedModel::new("llm", 1, ModelText::new(tokenizer, chat_template, defaults), engine))
 }
 
 struct Rank {

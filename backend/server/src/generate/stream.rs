@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use drafthorse_control::{FinishReason, TokenId, TokenLogprobs};
 use drafthorse_engine::{Event, Finished, RequestId, Tokens};
+use drafthorse_worker::grammar::Compiled;
 use futures::{Stream, StreamExt};
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -34,6 +35,8 @@ pub(super) struct Started {
     pub(super) arrived: Instant,
     /// Time from text to tokens.
     pub(super) encoding: Duration,
+    /// Held so that it stays compiled.
+    pub(super) _grammar: Option<Arc<Compiled>>,
 }
 
 /// One answer on its way: a stream of chunks, the last of which says how it ended. Dropping it cancels the request.
@@ -109,16 +112,14 @@ impl Generation {
     pub async fn whole(mut self) -> Result<Whole> {
         let mut all = Chunk::default();
         while let Some(chunk) = self.next().await {
-            let chunk = chunk?;
-            all.text.push_str(&chunk.text);
-            all.token_ids.extend(chunk.token_ids);
-            all.logprobs.extend(chunk.logprobs);
-            all.prompt_logprobs.extend(chunk.prompt_logprobs);
-            all.finish = chunk.finish;
+            all.append(chunk?);
         }
-        let Chunk { text, token_ids, logprobs, prompt_logprobs, finish } = all;
-        let finish = finish.ok_or_else(|| ServerError::internal("the answer has no end"))?;
-        Ok(Whole { text, token_ids, logprobs, prompt_logprobs, finish })
+        all.into_whole().ok_or_else(|| ServerError::internal("the answer has no end"))
+    }
+
+    /// Its first token has come, if it has not ended without one.
+    pub(super) fn has_begun(&self) -> bool {
+        self.first_token.is_some() || self.ended
     }
 
     /// What an event gives to hand out, if anything.

@@ -22,7 +22,7 @@ use super::kserve::Named;
 use super::sse;
 use crate::app::{Admission, App};
 use crate::error::{Result, ServerError};
-use crate::generate::{Chunk, Generation};
+use crate::generate::{Choices, Chunk};
 use crate::repository::dialect::{INPUTS, SAMPLING_PARAMETERS, STREAM, wire_name};
 use crate::service::infer::{Answer, Call};
 
@@ -72,32 +72,31 @@ async fn start_stream(app: &App, named: Named, body: Body) -> Result<impl Stream
         let event = with_warnings(response_flat(response), &call.request.params.warnings);
         return Ok(futures::stream::iter([sse::event(&event)]).left_stream());
     }
-    let mut generation = call.model.served.generate(call.request).await?;
-    let Some(first) = generation.next().await else { return Err(ServerError::internal("the answer has no end")) };
-    let stream = Events { generation, answer: call.answer, next: Some(first?), _admission: admission };
+    let mut choices = call.model.served.generate_choices(call.request).await?;
+    let Some(first) = choices.next().await else { return Err(ServerError::internal("the answer has no end")) };
+    let stream = Events { choices, answer: call.answer, next: Some(first?), _admission: admission };
     Ok(futures::stream::unfold(Some(stream), Events::next).right_stream())
 }
 
 struct Events {
-    generation: Generation,
+    choices: Choices,
     answer: Answer,
-    next: Option<Chunk>,
+    next: Option<(usize, Chunk)>,
     _admission: Admission,
 }
 
 impl Events {
     async fn next(events: Option<Self>) -> Option<(Bytes, Option<Self>)> {
         let mut events = events?;
-        let chunk = match events.next.take() {
-            Some(chunk) => Ok(chunk),
-            None => events.generation.next().await?,
+        let item = match events.next.take() {
+            Some(first) => Ok(first),
+            None => events.choices.next().await?,
         };
-        match chunk {
-            Ok(chunk) => {
-                let is_last = chunk.finish.is_some();
-                let prompt_tokens = events.generation.prompt_tokens();
-                let flat = response_flat(events.answer.response(chunk, prompt_tokens));
-                let warnings = if is_last { events.generation.warnings() } else { &[] };
+        match item {
+            Ok((index, chunk)) => {
+                let prompt_tokens = events.choices.prompt_tokens();
+                let flat = response_flat(events.answer.chunk(index, chunk, prompt_tokens));
+                let warnings = if events.answer.is_over() { events.choices.warnings() } else { &[] };
                 Some((sse::event(&with_warnings(flat, warnings)), Some(events)))
             }
             Err(error) => Some((sse::event(&json!({"error": error.to_string()})), None)),

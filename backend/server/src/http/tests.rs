@@ -321,6 +321,35 @@ async fn chat_streams_deltas_usage_and_done() {
 }
 
 #[tokio::test]
+async fn several_choices_have_numbers_in_every_form() {
+    let door = Door::to("ab");
+    let messages = json!([{"role": "user", "content": "u"}]);
+    let chat = json!({"model": "llm", "messages": messages, "n": 2, "stream": true, "stream_options": {"include_usage": true}});
+    let mut events = door.post(CHAT, &chat).await.events();
+    assert_eq!(events.pop().unwrap(), "[DONE]");
+    let usage = events.pop().unwrap()["usage"].clone();
+    assert_eq!((&usage["prompt_tokens"], &usage["completion_tokens"]), (&json!(7), &json!(6)));
+    for index in [0, 1] {
+        let of_index = events.iter().map(|event| &event["choices"][0]).filter(|choice| choice["index"] == index);
+        let text: String = of_index.filter_map(|choice| choice["delta"]["content"].as_str()).collect();
+        assert_eq!(text, "ab");
+    }
+
+    let body = json!({"model": "llm", "prompt": ["x", "y"], "n": 2, "echo": true});
+    let answer = door.post("/v1/completions", &body).await.json();
+    let choices: Vec<(&Value, &Value)> =
+        answer["choices"].as_array().unwrap().iter().map(|choice| (&choice["index"], &choice["text"])).collect();
+    let want = [(0, "xab"), (1, "xab"), (2, "yab"), (3, "yab")].map(|(index, text)| (json!(index), json!(text)));
+    assert_eq!(choices, want.iter().map(|(index, text)| (index, text)).collect::<Vec<_>>());
+    assert_eq!((&answer["usage"]["prompt_tokens"], &answer["usage"]["completion_tokens"]), (&json!(2), &json!(12)));
+
+    let reply = door.post(GENERATE, json!({"text_input": "a", "parameters": {"n": 3}})).await;
+    assert_eq!(reply.json()["text_output"], json!(["aab", "aab", "aab"]));
+    let best = door.post(GENERATE, json!({"text_input": "a", "parameters": {"best_of": 3}})).await;
+    assert_eq!(best.json()["text_output"], "aab");
+}
+
+#[tokio::test]
 async fn chat_refuses_by_name() {
     let door = Door::to("x");
     let refused = async |more: Value| {
@@ -337,10 +366,22 @@ async fn chat_refuses_by_name() {
     );
     assert_eq!(refused(json!({"tools": [{"type": "function"}]})).await, "400 parameter tools is not supported");
     assert_eq!(
-        refused(json!({"response_format": {"type": "json_object"}})).await,
-        "400 response_format json_object is not supported"
+        refused(json!({"response_format": {"type": "xml"}})).await,
+        "400 response_format.type: must be text, json_object or json_schema, is \"xml\""
     );
-    assert_eq!(refused(json!({"n": 2})).await, "400 parameter n above 1 is not supported");
+    let schema = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strin"}}});
+    assert_eq!(
+        refused(json!({"response_format": schema})).await,
+        "400 response_format.json_schema.schema: Invalid type: strin"
+    );
+    assert_eq!(
+        refused(json!({"n": 2, "temperature": 0})).await,
+        "400 n: must be 1 at temperature 0, where all choices are the same, is 2"
+    );
+    assert_eq!(
+        refused(json!({"best_of": 2, "stream": true})).await,
+        "400 best_of: must be n, which is 1, for a stream, is 2: which are best is known at the end"
+    );
     assert_eq!(refused(json!({"top_logprobs": 2})).await, "400 top_logprobs: needs logprobs to be true");
     assert_eq!(
         refused(json!({"logprobs": true, "top_logprobs": 21})).await,

@@ -45,13 +45,20 @@ pub struct Answer {
     form: Form,
     /// Names of the outputs that the caller wants, in the order of the model's outputs.
     outputs: Vec<&'static str>,
-    /// Put in front of the first response's text.
-    echo: Option<Arc<str>>,
     /// What of the request's parameters was passed over; told with the last response.
     warnings: Vec<String>,
     /// The caller asked for log-probabilities of tokens, not only for their sum.
     lists_logprobs: bool,
+    /// What has been told of each choice.
+    told: Vec<Told>,
+}
+
+#[derive(Clone, Debug)]
+struct Told {
+    /// Put in front of the first text.
+    echo: Option<Arc<str>>,
     cumulative_logprob: f64,
+    finish: &'static str,
 }
 
 /// Answers a request that has one response.
@@ -95,11 +102,14 @@ impl Call {
             return Err(ServerError::bad_input(format!("input '{TEXT_INPUT}'"), "the prompt is empty"));
         }
         let mut params = match inputs.text(SAMPLING_PARAMETERS)? {
-            Some(json) => GenerateParams::from_json(SAMPLING_PARAMETERS, json, false)?,
-            None => GenerateParams::from_map(&parameters.sampling, false)?,
+            Some(json) => GenerateParams::from_json(SAMPLING_PARAMETERS, json)?,
+            None => GenerateParams::from_map(&parameters.sampling)?,
         };
         if parameters.priority > 0 {
             params.priority = parameters.priority;
+        }
+        if stream {
+            params.check_stream()?;
         }
         let lists_logprobs = params.logprobs.is_some();
         if inputs.flag(RETURN_CUMULATIVE_LOGPROB) == Some(true) {
@@ -117,6 +127,8 @@ impl Call {
         let wanted = |name: &&str| requested.is_empty() || requested.contains(name);
         let outputs = outputs.iter().filter(|(_, asked)| *asked).map(|(name, _)| *name).filter(wanted).collect();
         let echo = (!stream && exclude_input != Some(true)).then(|| prompt.clone());
+        let told = Told { echo, cumulative_logprob: 0.0, finish: NOT_FINISHED };
+        let told = vec![told; params.n as usize];
         let mut generate = GenerateRequest::new(Prompt::Text(prompt), params, Dialect::Tensors);
         generate.queue_timeout = parameters.queue_timeout;
         let answer = Answer {
@@ -124,10 +136,9 @@ impl Call {
             id: request.id,
             form: inputs.form,
             outputs,
-            echo,
             warnings: generate.params.warnings.clone(),
             lists_logprobs,
-            cumulative_logprob: 0.0,
+            told,
         };
         Ok(Call { model, stream, request: generate, answer })
     }
@@ -137,45 +148,58 @@ impl Call {
     /// # Errors
     /// As the generation's.
     pub async fn whole(&mut self) -> Result<ModelInferResponse> {
-        let generation = self.model.served.generate(self.request.clone()).await?;
-        let prompt_tokens = generation.prompt_tokens();
-        let whole = Box::pin(generation.whole()).await?;
-        let chunk = Chunk {
-            text: whole.text,
-            token_ids: whole.token_ids,
-            logprobs: whole.logprobs,
-            prompt_logprobs: whole.prompt_logprobs,
-            finish: Some(whole.finish),
-        };
-        Ok(self.answer.response(chunk, prompt_tokens))
+        let choices = self.model.served.generate_choices(self.request.clone()).await?;
+        let prompt_tokens = choices.prompt_tokens();
+        let answer = Box::pin(choices.whole()).await?;
+        let chunks: Vec<Chunk> = answer.choices.into_iter().map(Chunk::from).collect();
+        Ok(self.answer.response(&chunks, prompt_tokens))
     }
 }
 
 impl Answer {
-    /// The response that carries `chunk`.
-    pub fn response(&mut self, chunk: Chunk, prompt_tokens: usize) -> ModelInferResponse {
-        self.cumulative_logprob += chunk.logprobs.iter().map(|entry| f64::from(entry.token.logprob)).sum::<f64>();
-        let num_tokens = chunk.token_ids.len() as u32;
-        let text = match self.echo.take() {
-            Some(prompt) => format!("{prompt}{}", chunk.text),
-            None => chunk.text,
-        };
-        let mut text = Some(text);
-        let finish = chunk.finish.as_ref().map_or(NOT_FINISHED, |finish| FinishReason::name(finish.reason));
+    /// The response that carries a chunk of one choice; the others say nothing in it.
+    pub fn chunk(&mut self, index: usize, chunk: Chunk, prompt_tokens: usize) -> ModelInferResponse {
+        let mut chunks = vec![Chunk::default(); self.told.len()];
+        chunks[index] = chunk;
+        self.response(&chunks, prompt_tokens)
+    }
+
+    /// All choices have ended.
+    pub fn is_over(&self) -> bool {
+        self.told.iter().all(|told| told.finish != NOT_FINISHED)
+    }
+
+    /// The response that carries `chunks`, one a choice. Each output has as many elements.
+    pub fn response(&mut self, chunks: &[Chunk], prompt_tokens: usize) -> ModelInferResponse {
+        let mut texts = Vec::with_capacity(chunks.len());
+        for (told, chunk) in self.told.iter_mut().zip(chunks) {
+            told.cumulative_logprob += chunk.logprobs.iter().map(|entry| f64::from(entry.token.logprob)).sum::<f64>();
+            if let Some(finish) = &chunk.finish {
+                told.finish = FinishReason::name(finish.reason);
+            }
+            texts.push(match told.echo.take() {
+                Some(prompt) => format!("{prompt}{}", chunk.text),
+                None => chunk.text.clone(),
+            });
+        }
         let output = |name: &'static str| {
             let elements = match name {
-                FINISH_REASON => Elements::Strings(vec![finish.to_owned()]),
-                CUMULATIVE_LOGPROB => Elements::Floats(vec![self.cumulative_logprob as f32]),
-                LOGPROBS => Elements::Strings(vec![self.logprobs_json(&chunk.logprobs)]),
+                FINISH_REASON => Elements::Strings(self.told.iter().map(|told| told.finish.to_owned()).collect()),
+                CUMULATIVE_LOGPROB => {
+                    Elements::Floats(self.told.iter().map(|told| told.cumulative_logprob as f32).collect())
+                }
+                LOGPROBS => Elements::Strings(chunks.iter().map(|chunk| self.logprobs_json(&chunk.logprobs)).collect()),
                 NUM_INPUT_TOKENS => Elements::Counts(vec![prompt_tokens as u32]),
-                NUM_OUTPUT_TOKENS => Elements::Counts(vec![num_tokens]),
-                _ => Elements::Strings(vec![text.take().unwrap_or_default()]),
+                NUM_OUTPUT_TOKENS => {
+                    Elements::Counts(chunks.iter().map(|chunk| chunk.token_ids.len() as u32).collect())
+                }
+                _ => Elements::Strings(std::mem::take(&mut texts)),
             };
             Output { name, elements }
         };
         let outputs = self.outputs.iter().copied().map(output).collect();
         let mut parameters = HashMap::new();
-        if chunk.finish.is_some() && !self.warnings.is_empty() {
+        if self.is_over() && !self.warnings.is_empty() {
             let warnings = ParameterChoice::StringParam(self.warnings.join("; "));
             parameters.insert(WARNINGS.into(), InferParameter { parameter_choice: Some(warnings) });
         }

@@ -147,13 +147,12 @@ async fn try_answer(app: &App, request: ModelInferRequest, turn: &mut Turn, resp
         send(responses, response?, true).await;
         return Ok(());
     }
-    let mut generation = call.model.served.generate(call.request).await?;
-    let prompt_tokens = generation.prompt_tokens();
-    while let Some(chunk) = generation.next().await {
-        let chunk = chunk?;
-        let is_final = chunk.finish.is_some();
-        let response = call.answer.response(chunk, prompt_tokens);
-        if !send(responses, response, is_final).await {
+    let mut choices = call.model.served.generate_choices(call.request).await?;
+    let prompt_tokens = choices.prompt_tokens();
+    while let Some(item) = choices.next().await {
+        let (index, chunk) = item?;
+        let response = call.answer.chunk(index, chunk, prompt_tokens);
+        if !send(responses, response, call.answer.is_over()).await {
             return Ok(());
         }
     }

@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drafthorse_control::TokenId;
+use drafthorse_worker::grammar::TokenBytes;
 use tokio::sync::Semaphore;
 
 use super::detokenizer::Detokenizer;
-use super::vocabulary::Vocabulary;
+use super::vocabulary::{Joining, Kind, Vocabulary};
 use crate::error::{Result, ServerError};
 
 /// Longer texts are encoded on the blocking pool, so that no stream waits for them. Bytes; about a millisecond's work.
@@ -122,6 +123,29 @@ impl Tokenizer {
     pub fn token_text(&self, token: TokenId) -> (String, &[u8]) {
         let bytes = self.vocabulary.bytes(token);
         (self.decode(&[token], false), bytes)
+    }
+
+    /// The bytes of every token, for grammars; `end_tokens` are no text. `None` if tokens do not simply follow one another.
+    pub fn token_bytes(&self, end_tokens: &[TokenId]) -> Option<TokenBytes> {
+        let mark = match self.vocabulary.joining {
+            Joining::Bytes => None,
+            Joining::Pieces { separator: "", space, .. } => space.map(|(mark, _)| mark),
+            Joining::Pieces { .. } => return None,
+        };
+        let mut table = TokenBytes::new(end_tokens.to_vec());
+        for id in 0..self.vocabulary.len() as TokenId {
+            let bytes = self.vocabulary.bytes(id);
+            match (self.vocabulary.kind(id), mark) {
+                (Kind::Special, _) => table.push_special(bytes),
+                _ if end_tokens.contains(&id) => table.push_special(bytes),
+                (Kind::Plain, Some(mark)) => match std::str::from_utf8(bytes) {
+                    Ok(text) => table.push(text.replace(mark, " ").as_bytes()),
+                    Err(_) => table.push(bytes),
+                },
+                _ => table.push(bytes),
+            }
+        }
+        Some(table)
     }
 
     pub fn token_to_id(&self, token: &str) -> Option<TokenId> {

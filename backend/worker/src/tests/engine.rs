@@ -1,8 +1,8 @@
 //! The smallest of engines: random chunks, random blocks, random preemptions, over a real link.
 
 use drafthorse_control::{
-    Admit, BlockId, ChannelLink, FinishReason, Link, Ready, Row, RowError, RowResult, SamplingParams, Slot, Step,
-    TokenId, TokenLogprobs, Wants,
+    Admit, BlockId, ChannelLink, FinishReason, Grammar, Link, Ready, Row, RowError, RowResult, SamplingParams, Slot,
+    Step, TokenId, TokenLogprobs, Wants,
 };
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -15,6 +15,7 @@ use crate::config::WorkerConfig;
 pub(crate) struct Job {
     pub prompt: Vec<TokenId>,
     pub sampling: SamplingParams,
+    pub grammar: Option<Grammar>,
     pub wants: Wants,
 }
 
@@ -65,6 +66,7 @@ pub(crate) fn small() -> WorkerConfig {
         max_num_batched_tokens: 256,
         block_size: 4,
         kv_cache_bytes: 1 << 20,
+        grammars: super::guided::shared(),
         ..WorkerConfig::default()
     }
 }
@@ -169,7 +171,7 @@ impl Engine {
                         num_cached: 0,
                         blocks: vec![],
                         sampling: job.sampling.clone(),
-                        grammar: None,
+                        grammar: job.grammar.clone(),
                         fork_of: None,
                         adapter: None,
                     });

@@ -1,6 +1,6 @@
 //! What ends a rank, and what it says then.
 
-use drafthorse_control::{Admit, BlockId, Grammar, Link, Row, SamplingParams, Slot, Step, Wants};
+use drafthorse_control::{AdapterId, Admit, BlockId, Link, Row, SamplingParams, Slot, Step, Wants};
 use drafthorse_kernels::Tensor;
 use drafthorse_model::{Forward, KvLayer, Model, StepSize};
 
@@ -98,8 +98,8 @@ fn a_sequence_that_cannot_run_is_named() {
         "step 2, slot 4: KV length is 3, must be at most 4 in each of its 0 blocks"
     );
     assert_eq!(
-        admitted(|a| a.grammar = Some(Grammar::Regex("a+".into()))),
-        "step 2, slot 4: a grammar is not supported by this worker"
+        admitted(|a| a.adapter = Some(AdapterId(1))),
+        "step 2, slot 4: an adapter is not supported by this worker"
     );
 }
 

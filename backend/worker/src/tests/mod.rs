@@ -5,6 +5,8 @@ mod engine;
 mod failing;
 mod fake;
 mod gpu;
+mod guided;
+mod law;
 mod llama;
 mod serving;
 mod sharing;

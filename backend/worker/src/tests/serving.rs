@@ -30,6 +30,7 @@ pub(super) fn mixed_jobs() -> Vec<Job> {
                 top_k: [0, 5][i as usize % 2],
                 top_p: [1.0, 0.9][i as usize / 2 % 2],
                 min_p: [0.0, 0.05][i as usize / 4 % 2],
+                typical_p: [1.0, 0.8, 1.0][i as usize / 2 % 3],
                 repetition_penalty: [1.0, 1.2][i as usize / 3 % 2],
                 presence_penalty: [0.0, 0.5][i as usize / 5 % 2],
                 frequency_penalty: [0.0, 0.3][i as usize / 6 % 2],
@@ -38,6 +39,7 @@ pub(super) fn mixed_jobs() -> Vec<Job> {
                 stop_tokens: vec![2, 3, 5],
                 ..greedy(20 + i as u32)
             },
+            grammar: None,
             wants: Wants {
                 logprobs: if i % 4 == 1 { Logprobs::Top(i as u32 % 3) } else { Logprobs::None },
                 prompt_logprobs: if i % 5 == 2 { Logprobs::Top(2) } else { Logprobs::None },
@@ -176,7 +178,7 @@ fn log_probabilities_are_the_models_own_whatever_is_done_to_the_logits() {
     let wants = Wants { logprobs: Logprobs::Top(3), prompt_logprobs: Logprobs::Top(1) };
     let sampling =
         SamplingParams { temperature: 0.8, top_k: 20, repetition_penalty: 1.5, presence_penalty: 1.0, ..greedy(8) };
-    let job = Job { prompt: prompt.clone(), sampling, wants };
+    let job = Job { prompt: prompt.clone(), sampling, wants, ..Job::default() };
     let schedule = Schedule { max_chunk: 4, ..Schedule::alone() };
     let outcome = fake_engine(None).serve(&[job], schedule).remove(0);
 

@@ -47,7 +47,7 @@ impl Proposer for Scripted {
 }
 
 /// The outcomes with a scripted proposer, how many steps it took, and the share of drafts that held.
-fn with_drafts(
+pub(super) fn with_drafts(
     jobs: &[Job],
     plain: &[Outcome],
     schedule: Schedule,

@@ -4,7 +4,7 @@ use super::*;
 use crate::params::GenerateParams;
 
 fn request(prompt: &str, params: &str) -> GenerateRequest {
-    let params = GenerateParams::from_json("params", params, false).unwrap();
+    let params = GenerateParams::from_json("params", params).unwrap();
     GenerateRequest::new(Prompt::text(prompt), params, Dialect::Tensors)
 }
 
@@ -129,7 +129,13 @@ async fn what_can_never_run_is_refused_with_the_reason() {
 #[tokio::test]
 async fn an_answer_fills_the_context_at_most() {
     let model = model(&"x".repeat(MAX_LEN), 1);
-    let mut asked = request(&"y".repeat(250), r#"{"max_tokens": 100}"#);
+    let long = "y".repeat(250);
+    let error = model.generate(request(&long, r#"{"max_tokens": 100}"#)).await.unwrap_err().to_string();
+    assert!(
+        error.starts_with("max_tokens: is 100, which with the prompt's 250 tokens is more than the 256"),
+        "{error}"
+    );
+    let mut asked = request(&long, r#"{"max_tokens": 6}"#);
     let whole = model.generate(asked.clone()).await.unwrap().whole().await.unwrap();
     assert_eq!((whole.text.len(), whole.finish.reason), (6, FinishReason::Length));
     asked.params = GenerateParams::default();
@@ -137,6 +143,47 @@ async fn an_answer_fills_the_context_at_most() {
     assert_eq!(model.generate(asked.clone()).await.unwrap().whole().await.unwrap().text.len(), 16);
     asked.dialect = Dialect::Chat;
     assert_eq!(model.generate(asked).await.unwrap().whole().await.unwrap().text.len(), MAX_LEN - 2);
+}
+
+#[tokio::test]
+async fn a_prompt_is_cut_from_its_beginning_where_that_is_asked_for() {
+    let model = model(&"x".repeat(MAX_LEN), 1);
+    for (params, kept) in [
+        (r#"{"truncate_prompt_tokens": 7}"#, 7),
+        (r#"{"truncate_prompt_tokens": -1, "max_tokens": 56}"#, 200),
+        (r#"{"truncate_prompt_tokens": 240, "max_tokens": 56}"#, 200),
+        (r#"{"truncate_prompt_tokens": -1}"#, 255),
+    ] {
+        let generation = model.generate(request(&"y".repeat(300), params)).await.unwrap();
+        assert_eq!(generation.prompt_tokens(), kept, "{params}");
+    }
+}
+
+#[tokio::test]
+async fn what_is_not_known_is_refused_by_a_strict_model() {
+    let asked = request("hi", r#"{"max_token": 5}"#);
+    assert_eq!(model("x", 1).generate(asked.clone()).await.unwrap().warnings().len(), 1);
+    let strict = Arc::into_inner(model("x", 1)).unwrap().with_strict_parameters(true);
+    let error = Arc::new(strict).generate(asked).await.unwrap_err().to_string();
+    assert_eq!(error, "max_token: no such parameter; did you mean max_tokens?");
+}
+
+#[tokio::test]
+async fn a_grammar_is_looked_at_before_anything_runs() {
+    let model = model("x", 1);
+    let refused = async |params: &str| model.generate(request("hi", params)).await.unwrap_err().to_string();
+    assert_eq!(
+        refused(r#"{"structured_outputs": {"json": {"properties": {"a": {"type": "strin"}}}}}"#).await,
+        "structured_outputs.json: at /properties/a: Invalid type: strin"
+    );
+    assert_eq!(
+        refused(r#"{"guided_json": "{\"type\": \n1x}"}"#).await,
+        "guided_json: is not valid JSON at line 2 column 2: expected `,` or `}`"
+    );
+    assert_eq!(
+        refused(r#"{"guided_regex": "a("}"#).await,
+        "guided_regex: character 2 of the regular expression: unclosed group"
+    );
 }
 
 #[tokio::test]

@@ -17,7 +17,7 @@ use super::super::sse;
 use super::request::Streaming;
 use crate::app::Admission;
 use crate::error::{Result, ServerError};
-use crate::generate::{Chunk, Finish, Generation, ServedModel, StopCause};
+use crate::generate::{Choices, Chunk, Finish, ServedModel, StopCause};
 
 /// How one of the routes writes a choice.
 pub(super) trait Form: Send + 'static {
@@ -49,45 +49,41 @@ impl Head {
     }
 }
 
-/// Answers with what the generations give, one a choice.
+/// Answers with the choices of each prompt, numbered from the first prompt's first to the last one's last.
 ///
 /// # Errors
-/// As the generations'. Of a stream only what goes wrong before its first chunk.
+/// As the choices'. Of a stream only what goes wrong before its first chunk.
 pub(super) async fn answer<F: Form>(
     prefix: &str,
     model: &Arc<ServedModel>,
-    generations: Vec<Generation>,
+    prompts: Vec<Choices>,
     form: F,
     streaming: Streaming,
     admission: Admission,
 ) -> Result<Response> {
     let head = Head::new(prefix, model);
     if streaming.stream {
-        let events = Box::pin(stream(head, generations, form, streaming.include_usage, admission)).await?;
+        let events = Box::pin(stream(head, prompts, form, streaming.include_usage, admission)).await?;
         return Ok(sse::response(StatusCode::OK, events));
     }
     let _admission = admission;
-    Ok(Json(whole(&head, generations, form).await?).into_response())
+    Ok(Json(whole(&head, prompts, form).await?).into_response())
 }
 
-async fn whole<F: Form>(head: &Head, generations: Vec<Generation>, mut form: F) -> Result<Value> {
-    let mut choices = Vec::with_capacity(generations.len());
+async fn whole<F: Form>(head: &Head, prompts: Vec<Choices>, mut form: F) -> Result<Value> {
+    let mut choices = Vec::new();
     let mut usage = Usage::default();
     let mut warnings = Vec::new();
-    for (index, generation) in generations.into_iter().enumerate() {
-        warnings = generation.warnings().to_vec();
-        let whole = generation.whole().await?;
-        add_usage(&mut usage, &whole.finish.usage);
-        let chunk = Chunk {
-            text: whole.text,
-            token_ids: whole.token_ids,
-            logprobs: whole.logprobs,
-            prompt_logprobs: whole.prompt_logprobs,
-            finish: Some(whole.finish),
-        };
-        let mut choice = form.choice(index, &chunk);
-        add_finish(&mut choice, chunk.finish.as_ref());
-        choices.push(choice);
+    for prompt in prompts {
+        warnings = prompt.warnings().to_vec();
+        let answer = prompt.whole().await?;
+        add_usage(&mut usage, &answer.usage);
+        for whole in answer.choices {
+            let chunk = Chunk::from(whole);
+            let mut choice = form.choice(choices.len(), &chunk);
+            add_finish(&mut choice, chunk.finish.as_ref());
+            choices.push(choice);
+        }
     }
     let mut object = head.object(F::OBJECT[0], choices);
     object["usage"] = usage_json(&usage);
@@ -100,32 +96,36 @@ async fn whole<F: Form>(head: &Head, generations: Vec<Generation>, mut form: F) 
 /// The events of an answer, once the first chunk is there: until then an error is the response's status.
 async fn stream<F: Form>(
     head: Head,
-    generations: Vec<Generation>,
+    prompts: Vec<Choices>,
     form: F,
     include_usage: bool,
     admission: Admission,
 ) -> Result<impl Stream<Item = Bytes> + Send + 'static> {
-    let begun = vec![false; generations.len()];
+    // All prompts have as many.
+    let per_prompt = prompts.first().map_or(1, Choices::num_choices);
+    let begun = vec![false; prompts.len() * per_prompt];
     let mut chunks = SelectAll::new();
-    for (index, generation) in generations.into_iter().enumerate() {
-        chunks.push(Box::pin(generation.map(move |chunk| (index, chunk))));
+    for (prompt, choices) in prompts.into_iter().enumerate() {
+        let first = prompt * per_prompt;
+        chunks.push(Box::pin(choices.map(move |item| item.map(|(index, chunk)| (first + index, chunk)))));
     }
     let first = match chunks.next().await {
-        Some((index, chunk)) => (index, chunk?),
+        Some(item) => item?,
         None => return Err(ServerError::internal("the answer has no end")),
     };
+    let usage = Usage::default();
     let events =
-        Events { head, form, include_usage, begun, usage: Usage::default(), next: Some(first), _admission: admission };
+        Events { head, form, include_usage, begun, per_prompt, usage, next: Some(first), _admission: admission };
     let state = Some((events, chunks));
     Ok(futures::stream::unfold(state, |state| async {
         let (mut events, mut chunks) = state?;
-        let chunk = match events.next.take() {
-            Some((index, chunk)) => Some((index, Ok(chunk))),
+        let item = match events.next.take() {
+            Some(first) => Some(Ok(first)),
             None => chunks.next().await,
         };
-        match chunk {
-            Some((index, Ok(chunk))) => Some((events.chunk(index, &chunk), Some((events, chunks)))),
-            Some((_, Err(error))) => Some((failed(error), None)),
+        match item {
+            Some(Ok((index, chunk))) => Some((events.chunk(index, &chunk), Some((events, chunks)))),
+            Some(Err(error)) => Some((failed(error), None)),
             None => Some((events.last(), None)),
         }
     }))
@@ -137,6 +137,8 @@ struct Events<F> {
     include_usage: bool,
     /// Whether each choice has had its first chunk.
     begun: Vec<bool>,
+    /// Choices of each prompt.
+    per_prompt: usize,
     usage: Usage,
     next: Option<(usize, Chunk)>,
     _admission: Admission,
@@ -147,7 +149,10 @@ impl<F: Form> Events<F> {
         let first = !std::mem::replace(&mut self.begun[index], true);
         let mut choices = self.form.deltas(index, chunk, first);
         if let (Some(finish), Some(choice)) = (&chunk.finish, choices.last_mut()) {
-            add_usage(&mut self.usage, &finish.usage);
+            // A prompt counts once, with its first choice.
+            let is_first = index.is_multiple_of(self.per_prompt);
+            let of_others = Usage { output_tokens: finish.usage.output_tokens, ..Usage::default() };
+            add_usage(&mut self.usage, if is_first { &finish.usage } else { &of_others });
             add_finish(choice, Some(finish));
         }
         let mut bytes = BytesMut::new();

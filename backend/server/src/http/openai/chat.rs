@@ -43,9 +43,12 @@ async fn complete(app: &App, body: Body) -> Result<Response> {
         ServerError::bad_input("messages", "the model has no chat template: send a prompt to /v1/completions instead")
     })?;
     let prompt = Prompt::Rendered(template.render(&chat)?.into());
-    let generation = model.generate(GenerateRequest::new(prompt, params, Dialect::Chat)).await?;
+    if streaming.stream {
+        params.check_stream()?;
+    }
+    let choices = model.generate_choices(GenerateRequest::new(prompt, params, Dialect::Chat)).await?;
     let form = ChatForm { model: Arc::clone(&model), wants_logprobs };
-    answer("chatcmpl", &model, vec![generation], form, streaming, admission).await
+    answer("chatcmpl", &model, vec![choices], form, streaming, admission).await
 }
 
 fn chat(fields: &mut Fields) -> Result<Chat> {

@@ -35,20 +35,24 @@ async fn complete(app: &App, body: Body) -> Result<Response> {
     if echo && wants_logprobs {
         return Err(ServerError::unsupported("echo together with logprobs"));
     }
-    let mut choices = Vec::with_capacity(prompts.len());
-    let mut generations = Vec::with_capacity(prompts.len());
+    if streaming.stream {
+        params.check_stream()?;
+    }
+    let mut choices = Vec::with_capacity(prompts.len() * params.n as usize);
+    let mut answers = Vec::with_capacity(prompts.len());
     for prompt in prompts {
         let text = match &prompt {
             Prompt::Text(text) | Prompt::Rendered(text) if echo => text.to_string(),
             Prompt::Tokens(tokens) if echo => model.tokenizer().decode(tokens, true),
             _ => String::new(),
         };
-        choices.push(Choice { echo: text, num_chars: 0 });
+        choices.extend((0..params.n).map(|_| Choice { echo: text.clone(), num_chars: 0 }));
         // They run side by side; if one is refused, the others end with the answer.
-        generations.push(model.generate(GenerateRequest::new(prompt, params.clone(), Dialect::Completions)).await?);
+        let request = GenerateRequest::new(prompt, params.clone(), Dialect::Completions);
+        answers.push(model.generate_choices(request).await?);
     }
     let form = CompletionForm { model: Arc::clone(&model), wants_logprobs, choices };
-    answer("cmpl", &model, generations, form, streaming, admission).await
+    answer("cmpl", &model, answers, form, streaming, admission).await
 }
 
 /// A text, a list of texts, a list of tokens, or a list of such lists.

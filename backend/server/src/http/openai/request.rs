@@ -86,12 +86,6 @@ impl Fields {
         for key in WITHOUT_EFFECT {
             self.body.shift_remove(key);
         }
-        if let Some(format) = self.take("response_format")
-            && format["type"] != "text"
-        {
-            let kind = format["type"].as_str().unwrap_or("of this form");
-            return Err(ServerError::unsupported(format!("response_format {kind}")));
-        }
         for key in [
             "tools",
             "functions",
@@ -116,7 +110,7 @@ impl Fields {
         // Without tools there is nothing to choose.
         self.take("tool_choice");
         self.take("function_call");
-        GenerateParams::from_map(&self.body, false)
+        GenerateParams::from_map(&self.body)
     }
 }
 

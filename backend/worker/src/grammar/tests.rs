@@ -1,0 +1,204 @@
+//! Grammars over a small vocabulary: what may come, what may not, where it ends.
+
+use drafthorse_control::{Grammar, TokenId};
+
+use super::{GrammarError, Grammars, Matcher, TokenBytes};
+
+const END: TokenId = 0;
+
+/// An end, the printable characters and the line break one by one, then a few longer tokens.
+const WORDS: [&str; 6] = ["true", "{\"", "\":", "ab", "abc", "12"];
+
+fn vocabulary() -> TokenBytes {
+    let mut tokens = TokenBytes::new(vec![END]);
+    tokens.push_special(b"<|end|>");
+    for byte in (b' '..=b'~').chain([b'\n']) {
+        tokens.push(&[byte]);
+    }
+    WORDS.iter().for_each(|word| tokens.push(word.as_bytes()));
+    tokens
+}
+
+/// The longest tokens first.
+fn tokens(mut text: &str) -> Vec<TokenId> {
+    let table = vocabulary();
+    let mut tokens = Vec::new();
+    while !text.is_empty() {
+        let fits = |(_, word): &(usize, &Vec<u8>)| !word.is_empty() && text.as_bytes().starts_with(word);
+        let (id, word) = table.words().iter().enumerate().filter(fits).max_by_key(|(_, word)| word.len()).unwrap();
+        tokens.push(id as TokenId);
+        text = &text[word.len()..];
+    }
+    tokens
+}
+
+fn regex(text: &str) -> Grammar {
+    Grammar::Regex(text.into())
+}
+
+fn schema(text: &str) -> Grammar {
+    Grammar::JsonSchema(text.into())
+}
+
+fn refused(grammar: &Grammar) -> String {
+    Grammars::new(vocabulary()).compile(grammar).unwrap_err().to_string()
+}
+
+/// After `text`: the tokens that may come, an end as `.`; `done` if nothing may.
+fn next(grammar: &Grammar, text: &str) -> String {
+    let compiled = Grammars::new(vocabulary()).compile(grammar).unwrap();
+    let mut matcher = Matcher::new(&compiled, &tokens(text)).unwrap();
+    if matcher.is_done() {
+        return "done".into();
+    }
+    let table = vocabulary();
+    let mut mask = vec![u32::MAX; table.len().div_ceil(32)];
+    let words = mask.len();
+    matcher.fill(&[], words, &mut mask).unwrap();
+    let allowed = (0..table.len()).filter(|token| mask[token / 32] >> (token % 32) & 1 == 1);
+    let shown = allowed.map(|token| match token as TokenId {
+        END => ".".to_owned(),
+        _ => String::from_utf8(table.words()[token].clone()).unwrap(),
+    });
+    shown.collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn a_regex_says_what_may_come_and_where_it_ends() {
+    let grammar = regex("(ab|abd|x{2})");
+    assert_eq!(next(&grammar, ""), "a x ab");
+    assert_eq!(next(&grammar, "a"), "b");
+    assert_eq!(next(&grammar, "ab"), ". d");
+    assert_eq!(next(&grammar, "abd"), "done");
+    assert_eq!(next(&grammar, "xx"), "done");
+}
+
+#[test]
+fn a_schema_is_followed_to_its_end() {
+    let grammar = schema(
+        r#"{"type":"object","properties":{"ab":{"type":"boolean"}},"required":["ab"],
+        "additionalProperties":false}"#,
+    );
+    assert_eq!(next(&grammar, ""), "{ {\"");
+    assert_eq!(next(&grammar, "{\""), "a ab");
+    assert_eq!(next(&grammar, "{\"ab"), "\" \":");
+    assert_eq!(next(&grammar, "{\"ab\":"), "  f t \n true");
+    assert_eq!(next(&grammar, "{\"ab\":true"), "  } \n");
+    assert_eq!(next(&grammar, "{\"ab\":true}"), "done");
+    let spaces = format!("{{{}", " ".repeat(40));
+    assert_eq!(next(&grammar, &spaces), "\"", "white space has an end");
+}
+
+#[test]
+fn a_lark_grammar_recurs() {
+    let grammar = Grammar::Lark("start: expr\nexpr: term (\"+\" term)*\nterm: /[0-9]/ | \"(\" expr \")\"".into());
+    assert_eq!(next(&grammar, "((1+2"), ") +");
+    assert_eq!(next(&grammar, "(1)"), ". +");
+}
+
+#[test]
+fn a_draft_is_cut_where_the_grammar_refuses_it() {
+    let compiled = Grammars::new(vocabulary()).compile(&regex("a{3}b?")).unwrap();
+    let mut matcher = Matcher::new(&compiled, &tokens("a")).unwrap();
+    let mut allowed = |text: &str, end: bool| {
+        let mut drafts: Vec<i32> = text.chars().map(|c| tokens(&c.to_string())[0] as i32).collect();
+        if end {
+            drafts.push(END as i32);
+        }
+        matcher.num_allowed(&drafts)
+    };
+    assert_eq!(allowed("aa", true), 3);
+    assert_eq!(allowed("a", true), 1);
+    assert_eq!(allowed("aabb", false), 3);
+    assert_eq!(allowed("b", false), 0);
+    assert_eq!(allowed("aab", false), 3, "and it stands where it stood");
+}
+
+#[test]
+fn the_masks_after_drafts_are_those_of_the_tokens_themselves() {
+    let compiled =
+        Grammars::new(vocabulary()).compile(&schema(r#"{"type":"array","items":{"type":"integer"}}"#)).unwrap();
+    let text = tokens("[1, 12 , 0]");
+    let words = vocabulary().len().div_ceil(32);
+    for at in 0..text.len() {
+        let mut matcher = Matcher::new(&compiled, &text[..at]).unwrap();
+        let drafts: Vec<i32> = text[at..].iter().take(4).map(|&token| token as i32).collect();
+        let mut masks = vec![u32::MAX; (1 + drafts.len()) * words];
+        matcher.fill(&drafts, words, &mut masks).unwrap();
+        for (after, mask) in masks.chunks(words).enumerate() {
+            let mut alone = Matcher::new(&compiled, &text[..at + after]).unwrap();
+            if alone.is_done() {
+                continue;
+            }
+            let mut want = vec![u32::MAX; words];
+            alone.fill(&[], words, &mut want).unwrap();
+            assert_eq!(mask, want, "{after} drafts after {at} tokens");
+        }
+        // It stands where it stood.
+        let mut again = vec![u32::MAX; words];
+        matcher.fill(&[], words, &mut again).unwrap();
+        assert_eq!(again, masks[..words]);
+    }
+}
+
+#[test]
+fn what_cannot_be_compiled_is_refused_with_its_place() {
+    for (grammar, said) in [
+        (schema("{\"type\": \n strin}"), "is not valid JSON at line 2 column 2: expected value"),
+        (schema("[1]"), "must be a JSON schema: an object, or true"),
+        (schema(r#"{"type": "strin"}"#), "Invalid type: strin"),
+        (
+            schema(r#"{"properties": {"a": {"type": "string", "minLength": "x"}}}"#),
+            "at /properties/a: Expected positive integer for 'minLength', got \"x\"",
+        ),
+        (
+            schema(r#"{"properties": {"a/b": {"anyOf": [{}, {"if": {}}]}}}"#),
+            "at /properties/a~1b/anyOf/1: Unimplemented keys: [\"if\"]",
+        ),
+        (schema(r##"{"items": {"$ref": "#/$defs/none"}}"##), "at /items: Pointer '/$defs/none' does not exist"),
+        (
+            schema(r#"{"items": {"type": "string", "pattern": "(["}}"#),
+            "at /items: character 2 of the regular expression: unclosed character class",
+        ),
+        (regex("a(b"), "character 2 of the regular expression: unclosed group"),
+        (
+            regex("(?=a)b"),
+            "character 1 of the regular expression: look-around, including look-ahead and look-behind, is not supported",
+        ),
+        (Grammar::Lark(String::new()), "no start rule found"),
+    ] {
+        assert_eq!(refused(&grammar), said);
+    }
+    let lark = refused(&Grammar::Lark("start: \"a\"\n\nother \"b\"".into()));
+    assert!(lark.starts_with("line 3 column 7: Expected token"), "{lark}");
+    let long = " ".repeat(300_000);
+    assert_eq!(refused(&regex(&long)), "has 300000 bytes, at most 262144 may be given");
+}
+
+#[test]
+fn a_costly_grammar_is_compiled_or_refused_in_bounded_time() {
+    let started = std::time::Instant::now();
+    let deep = "[".repeat(100_000);
+    assert!(refused(&schema(&deep)).ends_with("recursion limit exceeded"));
+    let part = |i| format!(r#"{{"properties":{{"k{i}":{{"type":"integer","minimum":{i}}}}}}},"#);
+    let wide: String = (0..2000).map(part).collect();
+    assert_eq!(refused(&schema(&format!(r#"{{"allOf":[{wide}true]}}"#))), "schema too large");
+    for text in ["((a{1,1000}){1,1000}){1,1000}", "(a|b)*a(a|b){300}c", "(.*a.*b.*c.*){20}"] {
+        // These are lazy: they cost as they are used.
+        let compiled = Grammars::new(vocabulary()).compile(&regex(text));
+        assert!(compiled.is_ok(), "{compiled:?}");
+    }
+    assert!(started.elapsed().as_secs() < 20, "{:?}", started.elapsed());
+}
+
+#[test]
+fn a_grammar_is_compiled_once() {
+    let grammars = Grammars::new(vocabulary());
+    let first = grammars.compile(&regex("ab?")).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&first, &grammars.compile(&regex("ab?")).unwrap()));
+    for i in 0..100 {
+        grammars.compile(&regex(&format!("a{{{}}}", i + 1))).unwrap();
+    }
+    assert!(std::sync::Arc::ptr_eq(&first, &grammars.compile(&regex("ab?")).unwrap()), "somebody holds it");
+    assert_eq!(GrammarError::TooLong { bytes: 2, max: 1 }.to_string(), "has 2 bytes, at most 1 may be given");
+}
