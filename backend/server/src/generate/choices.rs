@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use drafthorse_control::{TokenId, TokenLogprobs};
 use drafthorse_engine::Usage;
 use futures::{Stream, StreamExt};
 
@@ -24,6 +25,9 @@ pub struct Choices {
     running: Vec<Option<Generation>>,
     /// Where to look first, so that none is left behind.
     turn: usize,
+    /// What the first choice was told of the prompt, for the others' first chunks.
+    prompt_logprobs: Vec<TokenLogprobs>,
+    begun: Vec<bool>,
 }
 
 /// All choices of a request, from their first chunks to their last.
@@ -44,12 +48,25 @@ impl std::fmt::Debug for Choices {
 impl Choices {
     pub(super) fn start(model: &Arc<ServedModel>, prepared: Prepared) -> Result<Self> {
         let first = model.start(&prepared, 0)?;
-        Ok(Choices { model: Arc::clone(model), prepared, running: vec![Some(first)], turn: 0 })
+        let begun = vec![false; prepared.params.num_candidates() as usize];
+        Ok(Choices {
+            model: Arc::clone(model),
+            prepared,
+            running: vec![Some(first)],
+            turn: 0,
+            prompt_logprobs: Vec::new(),
+            begun,
+        })
     }
 
     /// Choices of the answer.
     pub fn num_choices(&self) -> usize {
         self.prepared.params.n as usize
+    }
+
+    /// The prompt's tokens, one at least.
+    pub fn prompt(&self) -> &[TokenId] {
+        &self.prepared.prompt
     }
 
     pub fn prompt_tokens(&self) -> usize {
@@ -143,6 +160,14 @@ impl Stream for Choices {
                 }
             }
             Err(error) => polled = Poll::Ready(Some(Err(error))),
+        }
+        if let Poll::Ready(Some(Ok((index, chunk)))) = &mut polled {
+            let first = !std::mem::replace(&mut self.begun[*index], true);
+            match index {
+                0 => self.prompt_logprobs.extend_from_slice(&chunk.prompt_logprobs),
+                _ if first => chunk.prompt_logprobs.clone_from(&self.prompt_logprobs),
+                _ => {}
+            }
         }
         if let Poll::Ready(Some(Err(_))) = polled {
             // One that failed takes all with it: half an answer is none.

@@ -15,7 +15,7 @@ use super::defaults::GenerationDefaults;
 use super::prepare::Prepared;
 use super::request::GenerateRequest;
 use super::stream::{Generation, Started};
-use crate::error::Result;
+use crate::error::{Result, ServerError};
 use crate::metrics::{Failure, ModelMetrics, ModelView};
 use crate::text::{ChatTemplate, Detokenizer, StopStrings, Tokenizer};
 

@@ -88,6 +88,13 @@ impl Rank {
         if sequence.ended {
             return result;
         }
+        let ranked = |token, rank| RankedToken { token, logprob: -(rank as f32) / 2.0, rank };
+        if row.wants.prompt_logprobs != Logprobs::None {
+            let end = (sequence.num_run + row.num_tokens as usize).min(sequence.admit.num_prompt as usize);
+            let told = sequence.admit.tokens[sequence.num_run.max(1).min(end)..end].iter();
+            result.prompt_logprobs =
+                told.map(|&token| TokenLogprobs { token: ranked(token, 1), top: vec![] }).collect();
+        }
         let num_drafts = (row.num_drafts as usize).min(sequence.num_drafts);
         sequence.num_run += row.num_tokens as usize - row.num_drafts as usize;
         if sequence.num_run < sequence.num_known {
@@ -100,7 +107,6 @@ impl Rank {
             result.accepted.push(token);
             sequence.num_known += 1;
             if let Logprobs::Top(top) = row.wants.logprobs {
-                let ranked = |token, rank| RankedToken { token, logprob: -(rank as f32) / 2.0, rank };
                 let top = (1..=top).map(|rank| ranked(TokenId::from(b'a') + rank, rank)).collect();
                 result.logprobs.push(TokenLogprobs { token: ranked(token, 1), top });
             }

@@ -350,6 +350,39 @@ async fn several_choices_have_numbers_in_every_form() {
 }
 
 #[tokio::test]
+async fn a_completion_may_begin_with_its_prompt_and_what_the_model_made_of_it() {
+    let door = Door::to("ab");
+    let body = json!({"model": "llm", "prompt": "xyz", "echo": true, "logprobs": 1, "max_tokens": 2, "n": 2});
+    let answer = door.post("/v1/completions", &body).await.json();
+    for choice in answer["choices"].as_array().unwrap() {
+        assert_eq!(choice["text"], "xyzab");
+        let logprobs = &choice["logprobs"];
+        assert_eq!(logprobs["tokens"], json!(["x", "y", "z", "a", "b"]));
+        assert_eq!(logprobs["token_logprobs"], json!([null, -0.5, -0.5, -0.5, -0.5]));
+        assert_eq!(logprobs["text_offset"], json!([0, 1, 2, 3, 4]));
+        assert_eq!((&logprobs["top_logprobs"][0], &logprobs["top_logprobs"][2]["z"]), (&Value::Null, &json!(-0.5)));
+    }
+    let mut streamed = body.clone();
+    streamed["stream"] = true.into();
+    let events = door.post("/v1/completions", &streamed).await.events();
+    let tokens: Vec<&Value> = events
+        .iter()
+        .filter(|event| event["choices"][0]["index"] == 1)
+        .flat_map(|event| event["choices"][0]["logprobs"]["tokens"].as_array().unwrap())
+        .collect();
+    assert_eq!(tokens, ["x", "y", "z", "a", "b"]);
+
+    let messages = json!([{"role": "user", "content": "u"}]);
+    let chat = json!({"model": "llm", "messages": messages, "max_tokens": 1, "prompt_logprobs": 0});
+    let told = door.post(CHAT, chat).await.json()["prompt_logprobs"].clone();
+    assert_eq!((told.as_array().unwrap().len(), &told[0]), (7, &Value::Null));
+    assert_eq!(told[6], json!({"117": {"logprob": -0.5, "rank": 1, "decoded_token": "u"}}));
+    let body = json!({"model": "llm", "prompt": "xy", "prompt_logprobs": 0, "max_tokens": 1});
+    let told = door.post("/v1/completions", body).await.json()["choices"][0]["prompt_logprobs"].clone();
+    assert_eq!(told, json!([null, {"121": {"logprob": -0.5, "rank": 1, "decoded_token": "y"}}]));
+}
+
+#[tokio::test]
 async fn chat_refuses_by_name() {
     let door = Door::to("x");
     let refused = async |more: Value| {

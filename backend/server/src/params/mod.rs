@@ -302,8 +302,14 @@ impl GenerateParams {
     /// What cannot be streamed.
     ///
     /// # Errors
-    /// `BadInput` if `best_of` is above `n`.
+    /// `BadInput` if `best_of` is above `n`, or if log-probabilities of the prompt are wanted.
     pub fn check_stream(&self) -> Result<()> {
+        if self.prompt_logprobs.is_some() {
+            return Err(ServerError::bad_input(
+                "prompt_logprobs",
+                "does not go with a stream, where they have no place",
+            ));
+        }
         if self.num_candidates() == self.n {
             return Ok(());
         }

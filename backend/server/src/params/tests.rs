@@ -121,6 +121,8 @@ fn several_choices_have_rules() {
     let streamed = parse(r#"{"best_of": 2}"#).unwrap().check_stream().unwrap_err().to_string();
     assert_eq!(streamed, "best_of: must be n, which is 1, for a stream, is 2: which are best is known at the end");
     assert!(parse(r#"{"best_of": 2, "n": 2}"#).unwrap().check_stream().is_ok());
+    let streamed = parse(r#"{"prompt_logprobs": 0}"#).unwrap().check_stream().unwrap_err().to_string();
+    assert_eq!(streamed, "prompt_logprobs: does not go with a stream, where they have no place");
 }
 
 #[test]

@@ -111,6 +111,9 @@ impl Call {
         if stream {
             params.check_stream()?;
         }
+        if params.prompt_logprobs.take().is_some() {
+            params.warnings.push("prompt_logprobs: no output tensor has them".into());
+        }
         let lists_logprobs = params.logprobs.is_some();
         if inputs.flag(RETURN_CUMULATIVE_LOGPROB) == Some(true) {
             params.logprobs.get_or_insert(0);

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use drafthorse_control::{
-    Admit, BlockId, ChannelLink, Link, Logprobs, Ready, Row, SamplingParams, Slot, Step, TokenId, Wants,
+    Admit, BlockId, ChannelLink, Grammar, Link, Logprobs, Ready, Row, SamplingParams, Slot, Step, TokenId, Wants,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -56,7 +56,7 @@ pub(super) fn serve_ahead((ready, mut link): (Ready, ChannelLink), jobs: &[Job],
                             num_cached: 0,
                             blocks: (0..blocks_each).map(|i| BlockId(index as u32 * blocks_each + i)).collect(),
                             sampling: job.sampling.clone(),
-                            grammar: None,
+                            grammar: job.grammar.clone(),
                             fork_of: None,
                             adapter: None,
                         });
@@ -111,6 +111,7 @@ pub(super) fn jobs(vocab: TokenId) -> Vec<Job> {
             min_tokens: if i == 6 { 4 } else { 0 },
             ..SamplingParams::default()
         },
+        grammar: None,
         wants: Wants { logprobs: if i == 2 { Logprobs::Top(2) } else { Logprobs::None }, ..Wants::default() },
     };
     (0..8).map(job).collect()
@@ -126,7 +127,8 @@ fn a_step_behind_another_gives_the_tokens_of_steps_one_by_one() {
             _ => serve_ahead(rank, jobs, jobs.len() as u64),
         }
     };
-    let jobs = jobs(fake::VOCAB as TokenId);
+    let mut jobs = jobs(fake::VOCAB as TokenId);
+    jobs[4].grammar = Some(Grammar::Regex("[a-f]{3,30}".into()));
     let want: Vec<Vec<TokenId>> = run(1, &jobs);
     assert!(want[3].len() < jobs[3].sampling.max_tokens as usize, "no stop token came");
     assert_eq!(run(2, &jobs), want);

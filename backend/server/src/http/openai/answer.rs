@@ -27,6 +27,11 @@ pub(super) trait Form: Send + 'static {
     /// A choice of the whole answer: what `chunk` has of text and log-probabilities.
     fn choice(&mut self, index: usize, chunk: &Chunk) -> Value;
 
+    /// What the whole answer says of its prompt, beside the choices.
+    fn prompt_logprobs(&mut self) -> Option<Value> {
+        None
+    }
+
     /// The choices of the events that a chunk makes; `first` if it is the first of its choice.
     fn deltas(&mut self, index: usize, chunk: &Chunk, first: bool) -> Vec<Value>;
 }
@@ -87,6 +92,9 @@ async fn whole<F: Form>(head: &Head, prompts: Vec<Choices>, mut form: F) -> Resu
     }
     let mut object = head.object(F::OBJECT[0], choices);
     object["usage"] = usage_json(&usage);
+    if let Some(logprobs) = form.prompt_logprobs() {
+        object["prompt_logprobs"] = logprobs;
+    }
     if !warnings.is_empty() {
         object["warnings"] = json!(warnings);
     }

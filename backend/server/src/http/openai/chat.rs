@@ -46,8 +46,9 @@ async fn complete(app: &App, body: Body) -> Result<Response> {
     if streaming.stream {
         params.check_stream()?;
     }
+    let wants_prompt_logprobs = params.prompt_logprobs.is_some();
     let choices = model.generate_choices(GenerateRequest::new(prompt, params, Dialect::Chat)).await?;
-    let form = ChatForm { model: Arc::clone(&model), wants_logprobs };
+    let form = ChatForm { model: Arc::clone(&model), wants_logprobs, wants_prompt_logprobs, prompt_logprobs: None };
     answer("chatcmpl", &model, vec![choices], form, streaming, admission).await
 }
 
@@ -80,6 +81,9 @@ fn chat(fields: &mut Fields) -> Result<Chat> {
 struct ChatForm {
     model: Arc<ServedModel>,
     wants_logprobs: bool,
+    wants_prompt_logprobs: bool,
+    /// As the answer has them beside its choices.
+    prompt_logprobs: Option<Value>,
 }
 
 impl ChatForm {
@@ -92,8 +96,15 @@ impl Form for ChatForm {
     const OBJECT: [&'static str; 2] = ["chat.completion", "chat.completion.chunk"];
 
     fn choice(&mut self, index: usize, chunk: &Chunk) -> Value {
+        if self.wants_prompt_logprobs {
+            self.prompt_logprobs = Some(logprobs::of_prompt(self.model.tokenizer(), &chunk.prompt_logprobs));
+        }
         let message = json!({"role": "assistant", "content": chunk.text, "refusal": null});
         json!({"index": index, "message": message, "logprobs": self.logprobs(chunk)})
+    }
+
+    fn prompt_logprobs(&mut self) -> Option<Value> {
+        self.prompt_logprobs.take()
     }
 
     fn deltas(&mut self, index: usize, chunk: &Chunk, first: bool) -> Vec<Value> {

@@ -30,13 +30,15 @@ async fn complete(app: &App, body: Body) -> Result<Response> {
     let streaming = fields.stream()?;
     let prompts = prompts(fields.take("prompt"))?;
     let echo = fields.flag("echo")?;
-    let params = fields.params()?;
-    let wants_logprobs = params.logprobs.is_some();
-    if echo && wants_logprobs {
-        return Err(ServerError::unsupported("echo together with logprobs"));
-    }
+    let mut params = fields.params()?;
     if streaming.stream {
         params.check_stream()?;
+    }
+    let wants_logprobs = params.logprobs.is_some();
+    let wants_prompt_logprobs = params.prompt_logprobs.is_some();
+    let echoes_logprobs = echo && wants_logprobs;
+    if echoes_logprobs && !wants_prompt_logprobs {
+        params.prompt_logprobs = params.logprobs;
     }
     let mut choices = Vec::with_capacity(prompts.len() * params.n as usize);
     let mut answers = Vec::with_capacity(prompts.len());
@@ -46,12 +48,15 @@ async fn complete(app: &App, body: Body) -> Result<Response> {
             Prompt::Tokens(tokens) if echo => model.tokenizer().decode(tokens, true),
             _ => String::new(),
         };
-        choices.extend((0..params.n).map(|_| Choice { echo: text.clone(), num_chars: 0 }));
         // They run side by side; if one is refused, the others end with the answer.
         let request = GenerateRequest::new(prompt, params.clone(), Dialect::Completions);
-        answers.push(model.generate_choices(request).await?);
+        let answer = model.generate_choices(request).await?;
+        let first_token = answer.prompt().first().copied().filter(|_| echoes_logprobs);
+        choices.extend((0..params.n).map(|_| Choice { echo: text.clone(), num_chars: 0, first_token }));
+        answers.push(answer);
     }
-    let form = CompletionForm { model: Arc::clone(&model), wants_logprobs, choices };
+    let form =
+        CompletionForm { model: Arc::clone(&model), wants_logprobs, echoes_logprobs, wants_prompt_logprobs, choices };
     answer("cmpl", &model, answers, form, streaming, admission).await
 }
 
@@ -92,11 +97,17 @@ struct Choice {
     echo: String,
     /// Characters of the answer so far, where log-probabilities say a token stands.
     num_chars: usize,
+    /// The prompt's first token, which has no log-probability, until it was told.
+    first_token: Option<TokenId>,
 }
 
 struct CompletionForm {
     model: Arc<ServedModel>,
     wants_logprobs: bool,
+    /// Those of the prompt stand among those of the answer.
+    echoes_logprobs: bool,
+    /// Those of the prompt stand beside the answer.
+    wants_prompt_logprobs: bool,
     choices: Vec<Choice>,
 }
 
@@ -106,17 +117,26 @@ impl Form for CompletionForm {
     fn choice(&mut self, index: usize, chunk: &Chunk) -> Value {
         let choice = &mut self.choices[index];
         let text = std::mem::take(&mut choice.echo) + &chunk.text;
-        let logprobs = if self.wants_logprobs {
-            logprobs::of_completion(self.model.tokenizer(), &chunk.logprobs, choice.num_chars)
+        let tokenizer = self.model.tokenizer();
+        let logprobs = if self.echoes_logprobs {
+            let all = [&chunk.prompt_logprobs[..], &chunk.logprobs].concat();
+            logprobs::of_completion(tokenizer, choice.first_token.take(), &all, choice.num_chars)
+        } else if self.wants_logprobs {
+            logprobs::of_completion(tokenizer, None, &chunk.logprobs, choice.num_chars)
         } else {
             Value::Null
         };
-        choice.num_chars += chunk.text.chars().count();
-        json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": null})
+        choice.num_chars += text.chars().count();
+        let mut answer = json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": null});
+        if self.wants_prompt_logprobs {
+            answer["prompt_logprobs"] = logprobs::of_prompt(tokenizer, &chunk.prompt_logprobs);
+        }
+        answer
     }
 
     fn deltas(&mut self, index: usize, chunk: &Chunk, first: bool) -> Vec<Value> {
-        let has_logprobs = self.wants_logprobs && !chunk.logprobs.is_empty();
+        let has_logprobs = self.wants_logprobs && !chunk.logprobs.is_empty()
+            || self.echoes_logprobs && !chunk.prompt_logprobs.is_empty();
         let says = !chunk.text.is_empty() || has_logprobs || chunk.finish.is_some();
         let echoes = first && !self.choices[index].echo.is_empty();
         if says || echoes { vec![self.choice(index, chunk)] } else { Vec::new() }

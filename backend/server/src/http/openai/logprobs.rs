@@ -1,6 +1,6 @@
 //! Log-probabilities in the two forms that OpenAI's routes have.
 
-use drafthorse_control::{RankedToken, TokenLogprobs};
+use drafthorse_control::{RankedToken, TokenId, TokenLogprobs};
 use serde_json::{Map, Value, json};
 
 use crate::text::Tokenizer;
@@ -22,23 +22,53 @@ pub(super) fn of_chat(tokenizer: &Tokenizer, tokens: &[TokenLogprobs]) -> Value 
     json!({"content": content.collect::<Vec<_>>(), "refusal": null})
 }
 
-/// Completions' `logprobs` of some tokens, the first of which stands `offset` characters into the text.
-pub(super) fn of_completion(tokenizer: &Tokenizer, tokens: &[TokenLogprobs], mut offset: usize) -> Value {
-    let mut texts = Vec::with_capacity(tokens.len());
-    let mut logprobs = Vec::with_capacity(tokens.len());
-    let mut tops = Vec::with_capacity(tokens.len());
-    let mut offsets = Vec::with_capacity(tokens.len());
+/// vLLM's `prompt_logprobs`: nothing of the first token, then an object a token, of ids to log-probability, rank and text.
+pub(super) fn of_prompt(tokenizer: &Tokenizer, tokens: &[TokenLogprobs]) -> Value {
+    let of_token = |entry: &TokenLogprobs| {
+        let ranked = std::iter::once(&entry.token).chain(&entry.top);
+        let object: Map<String, Value> = ranked
+            .map(|ranked| {
+                let (text, _) = tokenizer.token_text(ranked.token);
+                let logprob = ranked.logprob.max(LOWEST);
+                (ranked.token.to_string(), json!({"logprob": logprob, "rank": ranked.rank, "decoded_token": text}))
+            })
+            .collect();
+        Value::Object(object)
+    };
+    std::iter::once(Value::Null).chain(tokens.iter().map(of_token)).collect()
+}
+
+/// Completions' `logprobs` of some tokens, the first of which stands `offset` characters into the text. Before them the prompt's
+/// first token, which has none, if it is given.
+pub(super) fn of_completion(
+    tokenizer: &Tokenizer,
+    first: Option<TokenId>,
+    tokens: &[TokenLogprobs],
+    mut offset: usize,
+) -> Value {
+    let mut texts = Vec::with_capacity(tokens.len() + 1);
+    let mut logprobs: Vec<Value> = Vec::with_capacity(tokens.len() + 1);
+    let mut tops: Vec<Value> = Vec::with_capacity(tokens.len() + 1);
+    let mut offsets = Vec::with_capacity(tokens.len() + 1);
+    if let Some(first) = first {
+        let (text, _) = tokenizer.token_text(first);
+        offsets.push(offset);
+        offset += text.chars().count();
+        texts.push(text);
+        logprobs.push(Value::Null);
+        tops.push(Value::Null);
+    }
     for token in tokens {
         let (text, _) = tokenizer.token_text(token.token.token);
         offsets.push(offset);
         offset += text.chars().count();
         texts.push(text);
-        logprobs.push(token.token.logprob.max(LOWEST));
+        logprobs.push(token.token.logprob.max(LOWEST).into());
         // The token itself is always among them, likely or not.
         let listed = token.top.iter().chain([&token.token]);
         let top: Map<String, Value> =
             listed.map(|ranked| (tokenizer.token_text(ranked.token).0, ranked.logprob.max(LOWEST).into())).collect();
-        tops.push(top);
+        tops.push(Value::Object(top));
     }
     json!({"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets})
 }
