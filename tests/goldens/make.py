@@ -2,10 +2,12 @@
 
     python3 -m venv goldens && goldens/bin/pip install -r tests/goldens/requirements.txt
     goldens/bin/python tests/goldens/make.py tiny
+    goldens/bin/python tests/goldens/make.py drafts
     goldens/bin/python tests/goldens/make.py sample target/fetch/SmolLM2-135M-Instruct.Q4_1.gguf
 
 `tiny` writes tiny.safetensors, random weights that all tiny models share, and one NAME.safetensors a case: its tokens, its
-logits, and its config.json in the metadata. `sample` writes sample.json, what the sample model says to ten prompts, and
+logits, and its config.json in the metadata. `drafts` writes drafts/mtp.safetensors, a random MTP module for the tied tiny model, what
+goes in, and what comes out. `sample` writes sample.json, what the sample model says to ten prompts, and
 quality.json, texts that it wrote, to compare quantizations on.
 """
 
@@ -116,6 +118,84 @@ def make_tiny() -> None:
         metadata = {**VERSIONS, "config": json.dumps(config)}
         save_file({"tokens": tokens.to(torch.int32), "logits": logits.contiguous()}, HERE / f"{name}.safetensors", metadata)
         print(f"{name:18} logits {tuple(logits.shape)}, standard deviation {logits.std():.2f}")
+
+
+DRAFT_TOKENS, DRAFT_STEPS = 40, 3
+AT = "model.layers.2."
+
+
+class Mtp:
+    """An MTP module written out, in float64: a pair of token t[i + 1] and hidden state h[i] at position i + 1, one Llama layer."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], embedding: torch.Tensor) -> None:
+        self.weights = {name.removeprefix(AT): weight.double() for name, weight in weights.items()}
+        self.embedding = embedding.double()
+        self.keys, self.values = [], []
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.weights[f"{name}.weight"] @ x
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean() + TINY["rms_norm_eps"]) * self.weights[f"{name}.weight"]
+
+    def heads(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        return x.reshape(count, -1)
+
+    def turn(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        angles = position * TINY["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        first, second = x[:, :half], x[:, half:]
+        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+
+    def step(self, token: int, hidden: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its own hidden state, and logits. Keys and values stay."""
+        pair = torch.cat([self.norm("enorm", self.embedding[token]), self.norm("hnorm", hidden)])
+        x = self.linear("eh_proj", pair)
+        y = self.norm("input_layernorm", x)
+        queries, groups = TINY["num_attention_heads"], TINY["num_key_value_heads"]
+        q = self.turn(self.heads(self.linear("self_attn.q_proj", y), queries), position)
+        self.keys.append(self.turn(self.heads(self.linear("self_attn.k_proj", y), groups), position))
+        self.values.append(self.heads(self.linear("self_attn.v_proj", y), groups))
+        of_query = torch.arange(queries) // (queries // groups)
+        keys, values = torch.stack(self.keys)[:, of_query], torch.stack(self.values)[:, of_query]
+        scores = torch.einsum("hd,phd->hp", q, keys) / q.shape[-1] ** 0.5
+        x = x + self.linear("self_attn.o_proj", torch.einsum("hp,phd->hd", scores.softmax(-1), values).flatten())
+        y = self.norm("post_attention_layernorm", x)
+        gate = torch.nn.functional.silu(self.linear("mlp.gate_proj", y))
+        x = x + self.linear("mlp.down_proj", gate * self.linear("mlp.up_proj", y))
+        out = self.norm("shared_head.norm", x)
+        return out, self.embedding @ out
+
+
+def make_drafts() -> None:
+    tiny = tiny_weights()
+    torch.manual_seed(23)
+    width = TINY["hidden_size"]
+    weights = {}
+    for name, weight in tiny.items():
+        if name.startswith("model.layers.0.") and not name.endswith("bias"):
+            weights[AT + name.removeprefix("model.layers.0.")] = weight + 0.05 * torch.randn_like(weight)
+    for name in ["enorm", "hnorm", "shared_head.norm"]:
+        weights[f"{AT}{name}.weight"] = 1 + 0.2 * torch.randn(width)
+    weights[f"{AT}eh_proj.weight"] = 0.15 * torch.randn(width, 2 * width)
+    tokens = torch.randint(0, TINY["vocab_size"], (DRAFT_TOKENS,))
+    hidden = torch.randn(DRAFT_TOKENS, width)
+    module = Mtp(weights, tiny["model.embed_tokens.weight"])
+    # Pair i is token i + 1 and the hidden state before it.
+    pairs = zip(tokens[1:].tolist(), hidden[:-1].double())
+    outs = [module.step(token, before, position) for position, (token, before) in enumerate(pairs, 1)]
+    logits = torch.stack([logits for _, logits in outs])
+    # Then on by itself, from its own likeliest token and its own hidden state.
+    out, drafts, chain = outs[-1][0], [], []
+    for depth in range(DRAFT_STEPS):
+        drafts.append(int((chain or [logits[-1]])[-1].argmax()))
+        out, chained = module.step(drafts[-1], out, DRAFT_TOKENS + depth)
+        chain.append(chained)
+    tensors = {**weights, "tokens": tokens.to(torch.int32), "hidden": hidden, "drafts": torch.tensor(drafts, dtype=torch.int32)}
+    tensors |= {"logits": logits.float(), "chain": torch.stack(chain).float()}
+    (HERE / "drafts").mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, HERE / "drafts" / "mtp.safetensors", VERSIONS)
+    print(f"mtp logits {tuple(logits.shape)}, standard deviation {logits.std():.2f}, drafts {drafts}")
 
 
 # Ten prompts: chat and plain text; digits, tabs, emoji, Chinese, code.
@@ -289,9 +369,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("tiny")
+    kinds.add_parser("drafts")
     kinds.add_parser("sample").add_argument("gguf", type=Path)
     args = parser.parse_args()
-    make_tiny() if args.kind == "tiny" else make_sample(args.gguf)
+    match args.kind:
+        case "tiny":
+            make_tiny()
+        case "drafts":
+            make_drafts()
+        case _:
+            make_sample(args.gguf)
 
 
 if __name__ == "__main__":

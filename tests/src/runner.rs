@@ -29,7 +29,7 @@ impl Runner {
         let dtype = options.dtype;
         let model = load(dir, options)?.model;
         let num_blocks = max_len.div_ceil(BLOCK_SIZE);
-        let layout = KvLayout { layers: model.kv_layers(), block_size: BLOCK_SIZE, dtype };
+        let layout = KvLayout { layers: model.kv_layers(), last_hidden: 0, block_size: BLOCK_SIZE, dtype };
         let limits =
             BatchLimits { max_tokens: max_len, max_seqs: 1, max_blocks_per_seq: num_blocks, max_logit_rows: max_len };
         let step = StepSize { tokens: max_len, seqs: 1, logit_rows: max_len, max_kv_len: max_len };

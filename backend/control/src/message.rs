@@ -14,6 +14,8 @@ pub struct Ready {
     pub vocab_size: u32,
     /// Most drafts a row may get; 0 without a proposer.
     pub max_drafts: u32,
+    /// KV slots after a row's own that making its next drafts writes: blocks for them are of use.
+    pub draft_slots: u32,
     /// True if drafts are made on the host from accepted tokens, so that steps cannot run ahead.
     pub needs_host_tokens: bool,
     /// Steps that may be in flight.

@@ -49,6 +49,7 @@ fn run(num_seqs: u32, enable_prefix_caching: bool) -> Result<(Stats, f64), Box<d
         max_model_len: 4096,
         vocab_size: 1 << 20,
         max_drafts: 0,
+        draft_slots: 0,
         needs_host_tokens: false,
         pipeline_depth: 1,
         weight_bytes: 0,

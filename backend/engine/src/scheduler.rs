@@ -35,6 +35,8 @@ pub(crate) type Events = Vec<(RequestId, Event)>;
 pub(crate) struct Scheduler {
     max_num_batched_tokens: usize,
     max_drafts: u32,
+    /// Tokens past a row's own whose KV blocks it gets too, if there are any.
+    draft_slots: usize,
     enable_prefix_caching: bool,
     default_priority: u32,
     queue_timeout: Option<Duration>,
@@ -90,6 +92,7 @@ impl Scheduler {
         let scheduler = Scheduler {
             max_num_batched_tokens: config.max_num_batched_tokens as usize,
             max_drafts: ready.max_drafts,
+            draft_slots: ready.draft_slots as usize,
             enable_prefix_caching: config.enable_prefix_caching,
             default_priority: config.default_priority,
             queue_timeout: config.queue_timeout(),

@@ -51,6 +51,7 @@ pub(crate) fn ready(num_blocks: u32, block_size: u32) -> Ready {
         max_model_len: 4096,
         vocab_size: VOCAB_SIZE,
         max_drafts: 0,
+        draft_slots: 0,
         needs_host_tokens: false,
         pipeline_depth: 1,
         weight_bytes: 0,

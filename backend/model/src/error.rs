@@ -48,6 +48,13 @@ pub enum ModelError {
     #[error("config.json: {key} is {value}, supported: {supported}")]
     Unsupported { key: String, value: String, supported: String },
 
+    /// A drafter reads the base's hidden states and proposes its tokens.
+    #[error("draft {}: {key} is {got}, the base has {want}: it is a draft for another model", dir.display())]
+    OtherBase { dir: PathBuf, key: &'static str, got: usize, want: usize },
+
+    #[error("{} has no tensor NAME.eh_proj.weight: it is no MTP module", dir.display())]
+    NoMtp { dir: PathBuf },
+
     #[error("{setting} is {value}, supported: {supported}")]
     Setting { setting: &'static str, value: String, supported: &'static str },
 

@@ -26,6 +26,8 @@ impl KvLayer {
 pub struct KvLayout {
     /// The target's layers, then a drafter's.
     pub layers: Vec<KvLayer>,
+    /// Width of the target's hidden state that is kept of each block's last token, for a drafter; 0: none is.
+    pub last_hidden: usize,
     /// Tokens of one block.
     pub block_size: usize,
     pub dtype: DType,
@@ -35,7 +37,7 @@ impl KvLayout {
     /// Bytes of one block over all layers: what the memory plan divides by.
     pub fn block_bytes(&self) -> usize {
         let token_bytes: usize = self.layers.iter().map(|layer| layer.token_bytes(self.dtype)).sum();
-        self.block_size * token_bytes
+        self.block_size * token_bytes + self.last_hidden * self.dtype.bytes()
     }
 }
 
@@ -44,6 +46,8 @@ pub struct KvCache {
     layout: KvLayout,
     num_blocks: usize,
     layers: Vec<[Tensor; 2]>,
+    /// `[blocks, last_hidden]`.
+    last_hidden: Tensor,
 }
 
 impl KvCache {
@@ -56,7 +60,8 @@ impl KvCache {
         };
         let layers = layout.layers.iter().map(|layer| Ok([zeros("K cache", layer)?, zeros("V cache", layer)?]));
         let layers = layers.collect::<Result<_>>()?;
-        Ok(KvCache { layers, layout, num_blocks })
+        let last_hidden = Tensor::zeros(device, "hidden states", [num_blocks, layout.last_hidden], layout.dtype)?;
+        Ok(KvCache { layers, layout, num_blocks, last_hidden })
     }
 
     pub fn layout(&self) -> &KvLayout {
@@ -69,6 +74,12 @@ impl KvCache {
 
     pub fn size_bytes(&self) -> usize {
         self.num_blocks * self.layout.block_bytes()
+    }
+
+    /// The target's hidden states of each block's last token, `[blocks, hidden]`: a drafter's first entry in the next block comes
+    /// from the last token of the one before.
+    pub fn last_hidden(&mut self) -> &mut Tensor {
+        &mut self.last_hidden
     }
 
     /// K and V of layer `index`.
@@ -92,7 +103,8 @@ impl KvCache {
                 return Err(ModelError::OutOfRange { what, got, limit });
             }
         }
-        for tensor in self.layers.iter_mut().flatten() {
+        let rows = (self.layout.last_hidden > 0).then_some(&mut self.last_hidden);
+        for tensor in self.layers.iter_mut().flatten().chain(rows) {
             copy_rows(tensor, copies)?;
         }
         Ok(())
@@ -105,10 +117,11 @@ mod tests {
 
     fn cache() -> KvCache {
         let layers = vec![KvLayer { num_kv_heads: 2, head_dim: 3 }, KvLayer { num_kv_heads: 1, head_dim: 2 }];
-        let layout = KvLayout { layers, block_size: 2, dtype: DType::F32 };
+        let layout = KvLayout { layers, last_hidden: 5, block_size: 2, dtype: DType::F32 };
         let mut cache = KvCache::new(&Device::Cpu, layout, 3).unwrap();
         let mut next = 0.0;
-        for value in cache.layers.iter_mut().flatten().flat_map(Tensor::as_mut_slice::<f32>) {
+        let tensors = cache.layers.iter_mut().flatten().chain([&mut cache.last_hidden]);
+        for value in tensors.flat_map(Tensor::as_mut_slice::<f32>) {
             *value = next;
             next += 1.0;
         }
@@ -119,12 +132,13 @@ mod tests {
     fn copies_run_in_order_over_all_layers() {
         let mut cache = cache();
         let first_block = |cache: &KvCache| -> Vec<Vec<f32>> {
-            cache.layers.iter().flatten().map(|tensor| tensor.rows(0..1).as_slice().to_vec()).collect()
+            let tensors = cache.layers.iter().flatten().chain([&cache.last_hidden]);
+            tensors.map(|tensor| tensor.rows(0..1).as_slice().to_vec()).collect()
         };
         let before = first_block(&cache);
         cache.copy_blocks(&[(0, 2), (1, 0), (2, 1)]).unwrap();
         let now_in_1: Vec<Vec<f32>> =
-            cache.layers.iter().flatten().map(|tensor| tensor.rows(1..2).as_slice().to_vec()).collect();
+            cache.layers.iter().flatten().chain([&cache.last_hidden]).map(|t| t.rows(1..2).as_slice().to_vec()).collect();
         assert_eq!(now_in_1, before);
         assert_ne!(first_block(&cache), before);
         assert_eq!(cache.copy_blocks(&[(0, 3)]).unwrap_err().to_string(), "KV block is 3, below 3 is possible");
@@ -133,8 +147,8 @@ mod tests {
     #[test]
     fn a_block_counts_every_layer() {
         let cache = cache();
-        assert_eq!(cache.layout().block_bytes(), 2 * (2 * 2 * 3 + 2 * 2) * 4);
-        let held: usize = cache.layers.iter().flatten().map(Tensor::size_bytes).sum();
+        assert_eq!(cache.layout().block_bytes(), 2 * (2 * 2 * 3 + 2 * 2) * 4 + 5 * 4);
+        let held: usize = cache.layers.iter().flatten().chain([&cache.last_hidden]).map(Tensor::size_bytes).sum();
         assert_eq!(cache.size_bytes(), held);
     }
 }

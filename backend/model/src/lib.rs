@@ -7,6 +7,7 @@
 
 mod batch;
 mod config;
+pub mod drafts;
 mod error;
 mod forward;
 mod kv_cache;
@@ -20,10 +21,11 @@ pub mod weights;
 
 pub use batch::{Batch, BatchInputs, BatchLimits, Sequences};
 pub use config::{ModelConfig, StoredQuantization};
+pub use drafts::{Base, Draft, load_draft};
 pub use error::{ModelError, Result, ShardProblem, TensorProblem};
 pub use forward::{Forward, Tap};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use load::{LoadOptions, Loaded, load};
-pub use models::{Model, StepSize};
+pub use models::{Ends, Model, StepSize};
 pub use quant::{Activation, ActivationFormat, GroupSize, QuantScheme, QuantType, QuantWeight};
 pub use weights::{Checkpoint, LoadProgress, Place};

@@ -15,7 +15,7 @@ use tracing::{debug, info};
 use crate::config::ServerConfig;
 use crate::error::{Result, ServerError};
 use crate::generate::{ModelText, ServedModel};
-use crate::repository::ModelDir;
+use crate::repository::{ModelDir, draft};
 use crate::settings::{Settings, Source};
 
 /// Time between two log lines about the same checkpoint being read.
@@ -100,6 +100,11 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             method: settings.text("speculate_method").to_owned(),
             max_draft_token_num: settings.parse("speculate_max_draft_token_num", COUNT)?,
             max_ngram_size: settings.parse("speculate_max_ngram_size", COUNT)?,
+            draft_token_bound: settings.parse("speculate_draft_token_bound", COUNT)?,
+            draft_dir: draft::folder(settings, path)?,
+            draft_quant_type: Some(settings.text("draft_model_quant_type"))
+                .filter(|name| !matches!(*name, "" | "none"))
+                .map(str::to_owned),
         },
         grammars: None,
     })

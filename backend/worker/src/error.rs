@@ -30,6 +30,9 @@ pub enum WorkerError {
     #[error(transparent)]
     Row(RowError),
 
+    #[error("the draft model cannot be used; speculate_method none serves without it")]
+    Draft(#[source] ModelError),
+
     #[error(transparent)]
     Model(#[from] ModelError),
 

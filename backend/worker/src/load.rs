@@ -7,19 +7,20 @@ use drafthorse_control::Ready;
 use drafthorse_kernels::device::Stopwatch;
 use drafthorse_kernels::{DType, Device, Solo, Workspace, pool};
 use drafthorse_model::{
-    Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Model, ModelConfig, QuantType, StepSize,
+    Base, Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Loaded, Model, ModelConfig, ModelError, QuantType,
+    StepSize, load_draft,
 };
 use tracing::warn;
 
 use crate::config::WorkerConfig;
-use crate::error::Result;
+use crate::error::{Result, WorkerError};
 use crate::graphs::Graphs;
 use crate::inputs::Inputs;
 use crate::memory::{MemoryPlan, Needs, budget};
 use crate::runner::{MAX_IN_FLIGHT, Runner};
 use crate::sampler::{Sampler, logit_rows};
 use crate::slots::{SlotSizes, Slots};
-use crate::spec::{self, Proposer};
+use crate::spec::{self, Drafter, Method, Mtp, MtpSizes, Proposer};
 
 /// How far loading has come.
 #[derive(Clone, Debug)]
@@ -40,6 +41,7 @@ pub(crate) struct Network {
     /// Positions it was made for.
     pub context: usize,
     pub weight_bytes: u64,
+    pub drafter: Option<Drafter>,
 }
 
 /// Steps in flight. On the CPU the next one gains nothing by waiting in line.
@@ -57,18 +59,28 @@ fn pipeline_depth(config: &WorkerConfig, device: &Device) -> u32 {
 /// `Setting`, `Memory`, or `Model` with what is wrong with the checkpoint.
 pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) -> Result<(Runner, Ready)> {
     config.validate()?;
-    let proposer = spec::proposer(&config.speculate)?;
+    let method = spec::method(&config.speculate)?;
     if let Some(num_threads) = config.num_threads
         && let Err(running) = pool::set_threads(num_threads)
     {
         warn!(num_threads, running, "the cpu pool runs already, its number of threads stays");
     }
     let device = config.device.open()?;
-    let network = network(config, &device, progress)?;
+    let mut network = network(config, &device, matches!(method, Method::Mtp), progress)?;
+    let proposer = match method {
+        Method::Host(proposer) => Some(proposer),
+        Method::None | Method::Mtp => None,
+    };
+    network.weight_bytes += network.drafter.as_ref().map_or(0, |drafter| drafter.weight_bytes);
     assemble(config, &device, network, proposer, progress)
 }
 
-fn network(config: &WorkerConfig, device: &Device, progress: &(dyn Fn(Progress) + Send)) -> Result<Network> {
+fn network(
+    config: &WorkerConfig,
+    device: &Device,
+    drafts: bool,
+    progress: &(dyn Fn(Progress) + Send),
+) -> Result<Network> {
     let report = |at: LoadProgress| progress(Progress::Weights { done: at.read_bytes, total: at.total_bytes });
     let options = LoadOptions {
         device: device.clone(),
@@ -80,13 +92,37 @@ fn network(config: &WorkerConfig, device: &Device, progress: &(dyn Fn(Progress) 
         ..LoadOptions::default()
     };
     let loaded = drafthorse_model::load(&config.model_dir, &options)?;
+    let drafter = if drafts { Some(drafter(config, &loaded, options)?) } else { None };
     Ok(Network {
+        drafter,
         model: loaded.model,
         vocab_size: loaded.config.vocab_size,
         hidden: loaded.config.hidden_size,
         context: loaded.config.max_position_embeddings,
         weight_bytes: loaded.weight_bytes as u64,
     })
+}
+
+/// The drafter that `config` names, for the base that was `loaded`.
+fn drafter(config: &WorkerConfig, loaded: &Loaded, options: LoadOptions<'_>) -> Result<Drafter> {
+    let speculate = &config.speculate;
+    let dir = speculate.draft_dir.as_ref().unwrap_or(&config.model_dir);
+    let base = Base { model: &*loaded.model, config: &loaded.config };
+    let quant = speculate.draft_quant_type.clone().map(QuantType::from);
+    let draft = load_draft(dir, base, &LoadOptions { quant, ..options }).map_err(|error| match error {
+        ModelError::NoMtp { .. } if speculate.draft_dir.is_none() => {
+            let must = "none without a draft: draft_model_name_or_path names none, and the checkpoint has none in it".into();
+            WorkerError::Setting { field: "speculate_method", got: "mtp".into(), must }
+        }
+        error => WorkerError::Draft(error),
+    })?;
+    let num_tokens = draft.tokens.as_ref().map_or(draft.config.vocab_size, Vec::len);
+    let longest = config.max_model_len.map_or(loaded.config.max_position_embeddings, |len| len as usize);
+    if draft.config.max_position_embeddings < longest {
+        let (got, must) = (longest.to_string(), format!("at most the draft's {}", draft.config.max_position_embeddings));
+        return Err(WorkerError::Setting { field: "max_model_len", got, must });
+    }
+    Ok(Drafter { model: draft.model, tokens: draft.tokens, num_tokens, weight_bytes: draft.weight_bytes as u64 })
 }
 
 /// Plans the memory and takes it all.
@@ -97,13 +133,21 @@ pub(crate) fn assemble(
     proposer: Option<Box<dyn Proposer>>,
     progress: &(dyn Fn(Progress) + Send),
 ) -> Result<(Runner, Ready)> {
-    let Network { model, vocab_size, hidden, context, weight_bytes } = network;
+    let Network { model, vocab_size, hidden, context, weight_bytes, drafter } = network;
     let (max_tokens, max_seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
     let dtype = config.activations();
     let chunk_rows = logit_rows(device);
-    let max_drafts = proposer.as_ref().map_or(0, |proposer| proposer.max_drafts());
+    let max_drafts = match &drafter {
+        Some(_) => config.speculate.max_draft_token_num as usize,
+        None => proposer.as_ref().map_or(0, |proposer| proposer.max_drafts()),
+    };
     let block_size = config.block_size as usize;
-    let layout = KvLayout { layers: model.kv_layers(), block_size, dtype };
+    let layout = KvLayout {
+        layers: model.kv_layers().into_iter().chain(drafter.iter().flat_map(|d| d.model.kv_layers())).collect(),
+        last_hidden: if drafter.is_some() { hidden } else { 0 },
+        block_size,
+        dtype,
+    };
 
     // No sequence is longer than all blocks together.
     let kv_bytes = device.memory_bytes()?.filter(|_| follows_memory(config, device)).map(|(_, total)| total as u64);
@@ -111,13 +155,26 @@ pub(crate) fn assemble(
     let kv_tokens = usize::try_from(most_blocks).unwrap_or(usize::MAX).saturating_mul(block_size);
     let longest = config.max_model_len.map_or(context, |len| len as usize).min(context).min(kv_tokens.max(1));
     let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: chunk_rows, max_kv_len: longest };
-    let workspace_bytes = model.workspace_bytes(step)
+    let mtp_sizes = |max_blocks_per_seq: usize, num_blocks: usize| MtpSizes {
+        max_drafts,
+        max_tokens,
+        max_seqs,
+        max_blocks_per_seq,
+        num_blocks,
+        chunk_rows,
+        max_kv_len: longest,
+        hidden,
+        dtype,
+    };
+    let of_target = model.workspace_bytes(step)
         + wanted_rows_bytes(chunk_rows, hidden, dtype)
         + Sampler::workspace_bytes(device, chunk_rows, vocab_size);
+    let of_drafter = drafter.as_ref().map_or(0, |drafter| mtp_sizes(0, 0).workspace_bytes(device, drafter));
+    let workspace_bytes = of_target.max(of_drafter);
     let slot_sizes = |max_model_len: usize, num_blocks: usize| SlotSizes {
         num_slots: max_seqs,
         // A step planned before the end of a sequence was known may reserve room past it.
-        max_blocks: (max_model_len + (max_drafts + 1) * MAX_IN_FLIGHT).div_ceil(block_size),
+        max_blocks: (max_model_len + (2 * max_drafts + 1) * MAX_IN_FLIGHT).div_ceil(block_size),
         block_size,
         num_blocks,
         max_model_len,
@@ -145,6 +202,14 @@ pub(crate) fn assemble(
     let sizes = slot_sizes(max_model_len, plan.num_blocks as usize);
     // A chunk of n prompt tokens wants the logits of n of them, the first from the chunk before, and of the next token.
     let max_logit_rows = max_tokens + max_seqs;
+    let draft_slots = if drafter.is_some() { max_drafts } else { 0 };
+    let proposer = match drafter {
+        Some(drafter) => {
+            let mtp = Mtp::new(device, drafter, mtp_sizes(sizes.max_blocks, sizes.num_blocks))?;
+            Some(Box::new(mtp) as Box<dyn Proposer>)
+        }
+        None => proposer,
+    };
     let limits = BatchLimits { max_tokens, max_seqs, max_blocks_per_seq: sizes.max_blocks, max_logit_rows };
     let ready = Ready {
         num_blocks: plan.num_blocks,
@@ -152,6 +217,7 @@ pub(crate) fn assemble(
         max_model_len: plan.max_model_len,
         vocab_size: vocab_size as u32,
         max_drafts: max_drafts as u32,
+        draft_slots: draft_slots as u32,
         needs_host_tokens: proposer.as_ref().is_some_and(|proposer| proposer.needs_host_tokens()),
         pipeline_depth: pipeline_depth(config, device),
         weight_bytes,

@@ -93,20 +93,21 @@ impl Runner {
         held
     }
 
-    /// Lets the proposer look at every sequence that goes on.
+    /// Lets the proposer look at every sequence that did not fail.
     pub(crate) fn propose(&mut self, hidden: &Tensor, results: &mut [RowResult]) -> Result<()> {
         let Some(proposer) = &mut self.proposer else { return Ok(()) };
         self.propose_rows.clear();
         for (row, result) in self.inputs.rows.iter().zip(&*results) {
             let state = self.slots.state(row.slot);
-            if row.is_inert() || state.ended {
+            if row.is_inert() || result.error.is_some() {
                 continue;
             }
             let held = row.num_known() + result.accepted.len().saturating_sub(1);
             self.propose_rows.push(ProposeRow {
                 slot: row.slot,
                 hidden: row.tokens.start..row.tokens.start + held,
-                wants_drafts: row.wants_token,
+                wants_drafts: row.wants_token && !state.ended,
+                ended: state.ended,
                 // The last token that may come is always sampled, not drafted.
                 room: state.room(self.max_model_len).saturating_sub(1),
             });

@@ -2,6 +2,7 @@
 
 pub mod add_bias;
 pub mod attention;
+pub mod concat;
 pub mod copy_rows;
 pub mod embed;
 pub mod feed_tokens;

@@ -75,7 +75,7 @@ impl Scheduler {
     /// theirs if there are none; `None` if it has to wait for blocks.
     fn grow(&mut self, at: usize, key: Key, max_drafts: usize, draft: &mut Draft) -> Option<(usize, Vec<BlockId>)> {
         let sequence = self.sequences.get(key)?;
-        let (kv_len, num_blocks) = (sequence.kv_len(), sequence.blocks.len());
+        let (kv_len, max_len, num_blocks) = (sequence.kv_len(), sequence.max_len, sequence.blocks.len());
         let need = self.blocks.blocks_for(kv_len).saturating_sub(num_blocks);
         loop {
             let free = self.blocks.num_free().saturating_sub(draft.blocks_owed);
@@ -83,8 +83,9 @@ impl Scheduler {
                 // Drafts are dropped before anyone is preempted for them.
                 let room = (num_blocks + free) * self.blocks.block_size() - kv_len;
                 let num_drafts = max_drafts.min(room);
-                let count = self.blocks.blocks_for(kv_len + num_drafts).saturating_sub(num_blocks);
-                return Some((num_drafts, self.blocks.allocate(count)?));
+                let with_slots = (kv_len + num_drafts + self.draft_slots).min(max_len);
+                let count = self.blocks.blocks_for(with_slots.max(kv_len + num_drafts)).saturating_sub(num_blocks);
+                return Some((num_drafts, self.blocks.allocate(count.min(free))?));
             }
             let free_soon = self.blocks.num_free() + self.blocks.num_in_flight();
             if draft.blocks_owed + need <= free_soon || self.running.len() == at {
@@ -134,7 +135,8 @@ impl Scheduler {
             Vec::new()
         };
 
-        let new_blocks = self.blocks.blocks_for(num_tokens) - cached_blocks.len();
+        let with_slots = (num_tokens + self.draft_slots).min(sequence.max_len).max(num_tokens);
+        let new_blocks = self.blocks.blocks_for(with_slots) - cached_blocks.len();
         // One more block for each that runs, so that they can grow for a while before someone is preempted.
         let headroom = self.running.len();
         if new_blocks + self.blocks.count_free(&cached_blocks) + headroom > self.blocks.num_free() {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use drafthorse_kernels::Tensor;
-use drafthorse_kernels::ops::attention::{Heads, rope_attention, workspace_bytes};
+use drafthorse_kernels::ops::attention::{Heads, rope_attention, rope_attention_after_first, workspace_bytes};
 use drafthorse_kernels::ops::rope::RopeTable;
 
 use super::linear::Linear;
@@ -26,6 +26,8 @@ pub(crate) struct Attention {
     scale: f32,
     /// Where its K and V are in the cache.
     kv_layer: usize,
+    /// Position 0 has a key.
+    has_first_key: bool,
     /// Scratch memory of the op.
     op_workspace_bytes: usize,
 }
@@ -55,8 +57,14 @@ impl Attention {
             heads,
             scale: 1.0 / (head_dim as f32).sqrt(),
             kv_layer: at.context().first_kv_layer + layer,
+            has_first_key: true,
             op_workspace_bytes: workspace_bytes(at.device(), heads),
         })
+    }
+
+    /// No query sees the key at position 0 from now on.
+    pub(crate) fn leave_out_first_key(&mut self) {
+        self.has_first_key = false;
     }
 
     /// `x` becomes the attention of `x`; its K and V go to the cache first, so a token sees itself.
@@ -100,7 +108,8 @@ impl Attention {
         let [k, v] = cx.kv.layer(self.kv_layer)?;
         let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], qkv.dtype())?;
         let (positions, heads, scale) = (batch.positions(), self.heads, self.scale);
-        rope_attention(qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace)?;
+        let attend = if self.has_first_key { rope_attention } else { rope_attention_after_first };
+        attend(qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace)?;
         Ok(attended)
     }
 

@@ -44,6 +44,25 @@ impl Embedding {
         Ok((Embedding { weight: table, hidden, dtype }, LmHead { weight: head }))
     }
 
+    /// The table at `table`, or if none is there that of another model.
+    pub(crate) fn load_or_share(table: Loader<'_>, shared: Option<&Arc<dyn QuantWeight>>) -> Result<Self> {
+        let config = table.config();
+        let (vocab, hidden, dtype) = (config.vocab_size, config.hidden_size, table.dtype());
+        let schemes = table.context().schemes;
+        let weight = match shared {
+            Some(shared) if !table.contains("weight") => shared.clone(),
+            _ => {
+                let part = [Part { at: table, out_features: vocab, shard: Shard::Replicated }];
+                load_weight(&*schemes.embedding, &part, hidden)?.into()
+            }
+        };
+        Ok(Embedding { weight, hidden, dtype })
+    }
+
+    pub(crate) fn weight(&self) -> Arc<dyn QuantWeight> {
+        self.weight.clone()
+    }
+
     /// The batch's tokens, `[tokens, hidden]`.
     pub(crate) fn forward(&self, y: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
         self.weight.gather(&cx.batch.token_ids(), y)
@@ -56,6 +75,27 @@ impl Embedding {
 }
 
 impl LmHead {
+    /// The head of `num_tokens` tokens at `head`, or if none is there that of another model.
+    pub(crate) fn load_or_share(
+        head: Loader<'_>,
+        num_tokens: usize,
+        shared: Option<&Arc<dyn QuantWeight>>,
+    ) -> Result<Self> {
+        let (hidden, schemes) = (head.config().hidden_size, head.context().schemes);
+        let weight = match shared {
+            Some(shared) if !head.contains("weight") => shared.clone(),
+            _ => {
+                let part = [Part { at: head, out_features: num_tokens, shard: Shard::Replicated }];
+                load_weight(&*schemes.head, &part, hidden)?.into()
+            }
+        };
+        Ok(LmHead { weight })
+    }
+
+    pub(crate) fn weight(&self) -> Arc<dyn QuantWeight> {
+        self.weight.clone()
+    }
+
     /// f32 `[rows, vocab / world]`.
     pub(crate) fn forward(&self, hidden: &Tensor, cx: &Forward<'_>) -> Result<Tensor> {
         let (rows, _) = hidden.rows_cols();

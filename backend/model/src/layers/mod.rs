@@ -8,5 +8,6 @@ mod norm;
 
 pub(crate) use attention::Attention;
 pub(crate) use embedding::{Embedding, LmHead};
+pub(crate) use linear::Linear;
 pub(crate) use mlp::GatedMlp;
 pub(crate) use norm::{RmsNorm, Spread};

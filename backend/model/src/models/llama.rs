@@ -7,7 +7,7 @@ use std::sync::Arc;
 use drafthorse_kernels::ops::rope::RopeTable;
 use drafthorse_kernels::{DType, Tensor};
 
-use super::model::{Model, StepSize, tensor_bytes};
+use super::model::{Ends, Model, StepSize, tensor_bytes};
 use crate::error::Result;
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
@@ -26,7 +26,8 @@ pub(crate) struct Llama {
     element_bytes: usize,
 }
 
-struct DecoderLayer {
+/// One layer of it, which drafters have too.
+pub(crate) struct DecoderLayer {
     input_norm: RmsNorm,
     attention: Attention,
     post_norm: RmsNorm,
@@ -54,7 +55,8 @@ impl Llama {
 }
 
 impl DecoderLayer {
-    fn load(at: &Loader<'_>, index: usize, rope: &Arc<RopeTable>) -> Result<Self> {
+    /// `index` counts the model's layers from 0.
+    pub(crate) fn load(at: &Loader<'_>, index: usize, rope: &Arc<RopeTable>) -> Result<Self> {
         Ok(DecoderLayer {
             input_norm: RmsNorm::load(&at.at("input_layernorm"))?,
             attention: Attention::load(&at.at("self_attn"), index, rope)?,
@@ -63,8 +65,28 @@ impl DecoderLayer {
         })
     }
 
+    /// No query sees the key at position 0 from now on: nothing is written there.
+    pub(crate) fn leave_out_first_key(&mut self) {
+        self.attention.leave_out_first_key();
+    }
+
+    /// `x` becomes what [`forward`](Self::forward) takes, if this is the first layer.
+    pub(crate) fn begin(&self, residual: &Tensor, x: &mut Tensor) -> Result<()> {
+        self.input_norm.forward(residual, x)
+    }
+
+    pub(crate) fn kv_layer(&self) -> KvLayer {
+        self.attention.kv_layer()
+    }
+
+    /// Scratch memory that [`forward`](Self::forward) takes.
+    pub(crate) fn workspace_bytes(&self, step: StepSize, element_bytes: usize) -> usize {
+        let attention = self.attention.workspace_bytes(step, element_bytes);
+        attention.max(self.mlp.workspace_bytes(step.tokens, element_bytes))
+    }
+
     /// `x` goes in normalised and comes out as what the next norm adds; `residual` gathers all layers.
-    fn forward(&self, x: &mut Tensor, residual: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
+    pub(crate) fn forward(&self, x: &mut Tensor, residual: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
         self.attention.forward(x, cx)?;
         self.post_norm.add(x, residual)?;
         self.mlp.forward(x, cx)
@@ -99,7 +121,7 @@ impl Model for Llama {
         let Some(spread_norms) = spread_norms else {
             for (i, layer) in self.layers.iter().enumerate() {
                 match i {
-                    0 => layer.input_norm.forward(&residual, &mut x)?,
+                    0 => layer.begin(&residual, &mut x)?,
                     _ => layer.input_norm.add(&mut x, &mut residual)?,
                 }
                 cx.tap(i, &residual)?;
@@ -128,20 +150,21 @@ impl Model for Llama {
     }
 
     fn kv_layers(&self) -> Vec<KvLayer> {
-        self.layers.iter().map(|layer| layer.attention.kv_layer()).collect()
+        self.layers.iter().map(DecoderLayer::kv_layer).collect()
     }
 
     fn workspace_bytes(&self, step: StepSize) -> usize {
         let hidden = |rows| tensor_bytes(rows * self.hidden_size, self.element_bytes);
-        let of_layer = |layer: &DecoderLayer| {
-            let attention = layer.attention.workspace_bytes(step, self.element_bytes);
-            attention.max(layer.mlp.workspace_bytes(step.tokens, self.element_bytes))
-        };
+        let of_layer = |layer: &DecoderLayer| layer.workspace_bytes(step, self.element_bytes);
         let layers = self.layers.iter().map(of_layer).max().unwrap_or(0);
         let head = hidden(step.logit_rows) + self.lm_head.workspace_bytes(step.logit_rows);
         // The squares of spread norms, in f32.
         let squares = tensor_bytes(step.tokens * self.hidden_size / 16, 4);
         hidden(step.tokens) + head.max(hidden(step.tokens) + squares + layers)
+    }
+
+    fn ends(&self) -> Option<Ends> {
+        Some(Ends { table: self.embed.weight(), head: self.lm_head.weight() })
     }
 }
 

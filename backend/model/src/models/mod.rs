@@ -5,9 +5,10 @@ mod model;
 #[cfg(test)]
 mod reference;
 
+pub(crate) use llama::DecoderLayer;
 use llama::Llama;
 pub(crate) use model::tensor_bytes;
-pub use model::{Model, StepSize};
+pub use model::{Ends, Model, StepSize};
 
 use crate::error::{ModelError, Result};
 use crate::weights::Loader;

@@ -1,10 +1,13 @@
 //! The seam for architectures.
 
+use std::sync::Arc;
+
 use drafthorse_kernels::Tensor;
 
 use crate::error::Result;
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
+use crate::quant::QuantWeight;
 
 /// The largest step that a memory plan must hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +34,20 @@ pub trait Model: Send {
 
     /// Most bytes of workspace that [`forward`](Self::forward) and then [`logits`](Self::logits) take at once.
     fn workspace_bytes(&self, step: StepSize) -> usize;
+
+    /// What a drafter may share; `None` if there is nothing of the kind.
+    fn ends(&self) -> Option<Ends> {
+        None
+    }
+}
+
+/// The weights that tokens enter a network through and leave it by. Tied, they are one.
+#[derive(Clone)]
+pub struct Ends {
+    /// `[vocab, hidden]`.
+    pub table: Arc<dyn QuantWeight>,
+    /// `[vocab, hidden]`.
+    pub head: Arc<dyn QuantWeight>,
 }
 
 /// What a tensor takes of a workspace, which starts each on a cache line.

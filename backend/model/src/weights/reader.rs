@@ -34,6 +34,8 @@ pub struct Checkpoint {
     /// Every tensor is there, of any shape, in bf16, and made up.
     random: bool,
     seen: Mutex<Seen>,
+    /// Tensors that are in no file: made from others.
+    made: BTreeMap<String, Vec<u8>>,
 }
 
 struct Shard {
@@ -86,7 +88,70 @@ impl Checkpoint {
             checking: AtomicBool::new(false),
             random,
             seen: Mutex::default(),
+            made: BTreeMap::new(),
         }
+    }
+
+    /// All tensors, in the order of their names.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    pub(crate) fn shape_of(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|(_, info)| info.shape.as_slice())
+    }
+
+    /// All bytes of a tensor; it is then known to be used.
+    ///
+    /// # Errors
+    /// `Read`, or `Tensors` if it is missing.
+    pub(crate) fn bytes(&self, name: &str) -> Result<Vec<u8>> {
+        let len = self.find(name).map_or(0, |info| info.bytes);
+        let mut bytes = vec![0; len as usize];
+        self.read(name, 0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Adds a tensor that is in no file, in bf16 if that holds every value, else in f32.
+    pub(crate) fn put_floats(&mut self, name: &str, shape: &[usize], values: &[f32]) {
+        let fits = values.iter().all(|value| value.to_bits() & 0xFFFF == 0);
+        let bytes: Vec<u8> = match fits {
+            true => values.iter().flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes()).collect(),
+            false => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        };
+        self.put(name, if fits { StoredDtype::BF16 } else { StoredDtype::F32 }, shape.to_vec(), bytes);
+    }
+
+    /// Makes a matrix its own transpose.
+    ///
+    /// # Errors
+    /// As [`bytes`](Self::bytes).
+    pub(crate) fn transpose(&mut self, name: &str) -> Result<()> {
+        let bytes = self.bytes(name)?;
+        let Some((_, info)) = self.tensors.get(name) else { return Ok(()) };
+        let &[rows, cols] = info.shape.as_slice() else { return Ok(()) };
+        let (dtype, element) = (info.dtype, bytes.len() / (rows * cols).max(1));
+        let mut turned = vec![0; bytes.len()];
+        for row in 0..rows {
+            for col in 0..cols {
+                let (from, to) = ((row * cols + col) * element, (col * rows + row) * element);
+                turned[to..to + element].copy_from_slice(&bytes[from..from + element]);
+            }
+        }
+        self.put(name, dtype, vec![cols, rows], turned);
+        Ok(())
+    }
+
+    fn put(&mut self, name: &str, dtype: StoredDtype, shape: Vec<usize>, bytes: Vec<u8>) {
+        let info = TensorInfo { dtype, shape, offset: 0, bytes: bytes.len() as u64 };
+        self.tensors.insert(name.to_owned(), (usize::MAX, info));
+        self.made.insert(name.to_owned(), bytes);
+    }
+
+    /// The error of a tensor that is stored as something of no use.
+    pub(crate) fn refuse_dtype(&self, name: &str, got: StoredDtype, want: &'static str) -> ModelError {
+        let problem = TensorProblem::Dtype { name: name.to_owned(), got: got.name(), want };
+        ModelError::Tensors { dir: self.dir.clone(), problems: vec![problem] }
     }
 
     pub(super) fn is_random(&self) -> bool {
@@ -140,7 +205,7 @@ impl Checkpoint {
     }
 
     /// What a tensor is stored in, without asking for it.
-    pub(super) fn dtype_of(&self, name: &str) -> Option<StoredDtype> {
+    pub(crate) fn dtype_of(&self, name: &str) -> Option<StoredDtype> {
         self.tensors.get(name).map(|(_, info)| info.dtype)
     }
 
@@ -200,6 +265,10 @@ impl Checkpoint {
     pub(super) fn read(&self, name: &str, start: u64, into: &mut [u8]) -> Result<()> {
         if self.random {
             make_up(name, start, into);
+            return Ok(());
+        }
+        if let Some(bytes) = self.made.get(name) {
+            into.copy_from_slice(&bytes[start as usize..start as usize + into.len()]);
             return Ok(());
         }
         let Some((shard, info)) = self.tensors.get(name) else {

@@ -34,6 +34,7 @@ pub(crate) fn model(text: &str, tokens_per_step: usize) -> Arc<ServedModel> {
         max_model_len: MAX_LEN as u32,
         vocab_size: tokenizer.vocab_size() as u32,
         max_drafts,
+        draft_slots: 0,
         needs_host_tokens: false,
         pipeline_depth: 1,
         weight_bytes: 0,

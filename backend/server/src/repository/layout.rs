@@ -15,7 +15,7 @@ use crate::error::{Result, ServerError};
 
 const CONFIG: &str = "config.pbtxt";
 /// The file that tells a checkpoint folder.
-const CHECKPOINT: &str = "config.json";
+pub(super) const CHECKPOINT: &str = "config.json";
 
 /// A model on disk.
 #[derive(Clone, Debug)]
@@ -130,7 +130,7 @@ fn read_model(path: &Path, name: &str) -> Result<ModelDir> {
 }
 
 /// Folders whose name is a number above 0; a checkpoint that lies beside `config.pbtxt` is version 1.
-fn version_folders(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
+pub(super) fn version_folders(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let mut versions = BTreeMap::new();
     for folder in subfolders(path)? {
         let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();

@@ -1,6 +1,7 @@
 //! The model repository: what lies on disk, what its configs mean, and what is loaded.
 
 pub mod dialect;
+pub mod draft;
 pub mod layout;
 pub mod model_config;
 mod models;

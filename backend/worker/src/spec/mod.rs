@@ -1,8 +1,12 @@
 //! Draft methods, by the name that settings use.
 
+mod mtp;
 mod ngram;
 mod proposer;
 
+use std::path::PathBuf;
+
+pub(crate) use mtp::{Drafter, Mtp, MtpSizes};
 pub use ngram::Ngram;
 pub use proposer::{Propose, ProposeRow, Proposer};
 
@@ -17,38 +21,65 @@ pub struct SpeculateConfig {
     pub max_draft_token_num: u32,
     /// `speculate_max_ngram_size`.
     pub max_ngram_size: u32,
+    /// `speculate_draft_token_bound`: what `max_draft_token_num` may be.
+    pub draft_token_bound: u32,
+    /// `draft_model_name_or_path`, as a folder. `None`: the drafter is part of the base's checkpoint.
+    pub draft_dir: Option<PathBuf>,
+    /// `draft_model_quant_type`. `None` keeps what the drafter's checkpoint has.
+    pub draft_quant_type: Option<String>,
 }
 
 impl Default for SpeculateConfig {
     fn default() -> Self {
-        SpeculateConfig { method: "none".into(), max_draft_token_num: 1, max_ngram_size: 1 }
+        SpeculateConfig {
+            method: "none".into(),
+            max_draft_token_num: 1,
+            max_ngram_size: 1,
+            draft_token_bound: 5,
+            draft_dir: None,
+            draft_quant_type: None,
+        }
     }
 }
 
-/// Makes a proposer.
-type Make = fn(&SpeculateConfig) -> Option<Box<dyn Proposer>>;
+/// What makes the drafts of a method.
+pub(crate) enum Method {
+    None,
+    /// Needs no model.
+    Host(Box<dyn Proposer>),
+    /// A model that is loaded after the base.
+    Mtp,
+}
 
-/// The table: a method's name, and how its proposer is made.
-const METHODS: &[(&str, Make)] = &[("none", |_| None), ("inference_with_reference", ngram), ("ngram", ngram)];
+/// The table: a method's name, and what makes its drafts.
+const METHODS: &[(&str, fn(&SpeculateConfig) -> Method)] =
+    &[("none", |_| Method::None), ("inference_with_reference", ngram), ("ngram", ngram), ("mtp", |_| Method::Mtp)];
 
 /// The names that `speculate_method` may have.
 pub fn methods() -> impl Iterator<Item = &'static str> {
     METHODS.iter().map(|(name, _)| *name)
 }
 
-/// The proposer that `config` asks for, if any.
+/// The method that `config` asks for.
 ///
 /// # Errors
-/// `Setting` if the method is unknown or a number cannot work.
-pub(crate) fn proposer(config: &SpeculateConfig) -> Result<Option<Box<dyn Proposer>>> {
+/// `Setting` if it is unknown or a number cannot work.
+pub(crate) fn method(config: &SpeculateConfig) -> Result<Method> {
     let setting = |field, got: &dyn ToString, must: String| WorkerError::Setting { field, got: got.to_string(), must };
     let Some((_, make)) = METHODS.iter().find(|(name, _)| *name == config.method) else {
         let names: Vec<_> = methods().collect();
         return Err(setting("speculate_method", &config.method, format!("one of {}", names.join(", "))));
     };
-    let drafts = config.max_draft_token_num;
-    if !(1..=MAX_DRAFTS).contains(&drafts) {
-        return Err(setting("speculate_max_draft_token_num", &drafts, format!("1 to {MAX_DRAFTS}")));
+    let (drafts, bound) = (config.max_draft_token_num, config.draft_token_bound);
+    if !(1..=MAX_DRAFTS).contains(&bound) {
+        return Err(setting("speculate_draft_token_bound", &bound, format!("1 to {MAX_DRAFTS}")));
+    }
+    if !(1..=bound).contains(&drafts) {
+        let must = match bound {
+            MAX_DRAFTS => format!("1 to {MAX_DRAFTS}"),
+            _ => format!("1 to {bound}; speculate_draft_token_bound allows up to {MAX_DRAFTS}"),
+        };
+        return Err(setting("speculate_max_draft_token_num", &drafts, must));
     }
     if config.max_ngram_size == 0 {
         return Err(setting("speculate_max_ngram_size", &config.max_ngram_size, "at least 1".into()));
@@ -59,31 +90,46 @@ pub(crate) fn proposer(config: &SpeculateConfig) -> Result<Option<Box<dyn Propos
 /// Attention verifies up to this many drafts and the token before them as one small tile.
 const MAX_DRAFTS: u32 = 7;
 
-fn ngram(config: &SpeculateConfig) -> Option<Box<dyn Proposer>> {
-    Some(Box::new(Ngram { max_n: config.max_ngram_size as usize, max_drafts: config.max_draft_token_num as usize }))
+fn ngram(config: &SpeculateConfig) -> Method {
+    let (max_n, max_drafts) = (config.max_ngram_size as usize, config.max_draft_token_num as usize);
+    Method::Host(Box::new(Ngram { max_n, max_drafts }))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn made(method: &str, max_draft_token_num: u32) -> String {
-        match proposer(&SpeculateConfig { method: method.into(), max_draft_token_num, max_ngram_size: 2 }) {
-            Ok(None) => "none".into(),
-            Ok(Some(proposer)) => format!("{} drafts", proposer.max_drafts()),
+    fn made(name: &str, max_draft_token_num: u32, draft_token_bound: u32) -> String {
+        let config = SpeculateConfig {
+            method: name.into(),
+            max_draft_token_num,
+            max_ngram_size: 2,
+            draft_token_bound,
+            ..SpeculateConfig::default()
+        };
+        match method(&config) {
+            Ok(Method::None) => "none".into(),
+            Ok(Method::Host(proposer)) => format!("{} drafts", proposer.max_drafts()),
+            Ok(Method::Mtp) => "a model".into(),
             Err(error) => error.to_string(),
         }
     }
 
     #[test]
     fn a_method_is_found_by_its_name() {
-        assert_eq!(made("none", 1), "none");
-        assert_eq!(made("ngram", 3), "3 drafts");
-        assert_eq!(made("inference_with_reference", 5), "5 drafts");
+        assert_eq!(made("none", 1, 5), "none");
+        assert_eq!(made("ngram", 3, 5), "3 drafts");
+        assert_eq!(made("inference_with_reference", 7, 7), "7 drafts");
+        assert_eq!(made("mtp", 3, 5), "a model");
         assert_eq!(
-            made("medusa", 1),
-            "speculate_method is medusa, must be one of none, inference_with_reference, ngram"
+            made("medusa", 1, 5),
+            "speculate_method is medusa, must be one of none, inference_with_reference, ngram, mtp"
         );
-        assert_eq!(made("ngram", 8), "speculate_max_draft_token_num is 8, must be 1 to 7");
+        assert_eq!(
+            made("ngram", 6, 5),
+            "speculate_max_draft_token_num is 6, must be 1 to 5; speculate_draft_token_bound allows up to 7"
+        );
+        assert_eq!(made("ngram", 8, 7), "speculate_max_draft_token_num is 8, must be 1 to 7");
+        assert_eq!(made("ngram", 1, 8), "speculate_draft_token_bound is 8, must be 1 to 7");
     }
 }

@@ -30,10 +30,10 @@ impl Proposer for Ngram {
 
     fn propose(&mut self, step: &mut Propose<'_>) -> Result<()> {
         // A step with a prompt in it is long anyway; only pure decode steps are kept short.
-        let all_decode = step.rows.iter().all(|row| row.wants_drafts);
+        let all_decode = step.rows.iter().all(|row| row.wants_drafts || row.ended);
         let mut used = 0;
         for (index, row) in step.rows.iter().enumerate() {
-            used += 1;
+            used += usize::from(!row.ended);
             let rows_left = step.rows.len() - index - 1;
             let mut most = self.max_drafts.min(row.room);
             if all_decode {

@@ -9,14 +9,16 @@ use drafthorse_model::Forward;
 use crate::error::Result;
 use crate::slots::Slots;
 
-/// One sequence of the step that has just been verified; those that ended or failed are left out.
+/// One sequence of the step that has just been verified; those that failed are left out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProposeRow {
     pub slot: Slot,
     /// Its rows of [`Propose::hidden`] that hold: those of rejected drafts are left out.
     pub hidden: Range<usize>,
-    /// False while the prompt is unfinished: fill the drafter's KV cache, propose nothing.
+    /// False while the prompt is unfinished, and when the sequence has ended: fill the drafter's KV cache, propose nothing.
     pub wants_drafts: bool,
+    /// Its blocks may be found by other sequences, but it does not go on.
+    pub ended: bool,
     /// Most drafts that can be of use: more would lie past the sequence's end.
     pub room: usize,
 }

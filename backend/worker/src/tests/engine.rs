@@ -176,7 +176,12 @@ impl Engine {
                         adapter: None,
                     });
                 }
-                let wanted = (run.num_computed + chunk + num_drafts).div_ceil(self.ready.block_size as usize);
+                // Room for the drafter's entries too; an engine short of blocks gives less.
+                let spare = match schedule.skip == 0.0 {
+                    true => self.ready.draft_slots as usize,
+                    false => rng.random_range(0..=self.ready.draft_slots as usize),
+                };
+                let wanted = (run.num_computed + chunk + num_drafts + spare).div_ceil(self.ready.block_size as usize);
                 let new = free_blocks.split_off(free_blocks.len() - wanted.saturating_sub(run.blocks.len()));
                 run.blocks.extend(&new);
                 // What a preempted sequence was told before it need not be told again.

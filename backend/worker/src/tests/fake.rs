@@ -8,7 +8,7 @@ use drafthorse_model::{Forward, KvLayer, Model, Result, StepSize};
 use crate::load::Network;
 
 pub(crate) const VOCAB: usize = 97;
-const HIDDEN: usize = 4;
+pub(crate) const HIDDEN: usize = 4;
 pub(crate) const CONTEXT: usize = 256;
 
 /// The model's logits are not finite after this token.
@@ -17,21 +17,21 @@ pub(crate) const POISON: TokenId = 13;
 pub(crate) struct FakeModel;
 
 pub(crate) fn network() -> Network {
-    Network { model: Box::new(FakeModel), vocab_size: VOCAB, hidden: HIDDEN, context: CONTEXT, weight_bytes: 0 }
+    Network { model: Box::new(FakeModel), vocab_size: VOCAB, hidden: HIDDEN, context: CONTEXT, weight_bytes: 0, drafter: None }
 }
 
 /// The hash of a history.
-fn hash(tokens: impl IntoIterator<Item = TokenId>) -> u64 {
+pub(crate) fn hash(tokens: impl IntoIterator<Item = TokenId>) -> u64 {
     tokens.into_iter().fold(1, |hash, token| mix(hash ^ u64::from(token + 1)))
 }
 
-fn mix(word: u64) -> u64 {
+pub(crate) fn mix(word: u64) -> u64 {
     let word = (word ^ (word >> 31)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     word ^ (word >> 29)
 }
 
 /// Between -4 and 4, on a grid fine enough that ties are rare.
-fn logit(hash: u64, token: usize) -> f32 {
+pub(crate) fn logit(hash: u64, token: usize) -> f32 {
     (mix(hash.wrapping_add(token as u64 * 0x1234_5679)) % 80_001) as f32 / 10_000.0 - 4.0
 }
 

@@ -1,6 +1,6 @@
 //! The reference: one query and one head at a time, as the contract says it.
 
-use super::{Heads, Ragged, SPAN, SPLIT, Seq};
+use super::{FirstKey, Heads, Ragged, SPAN, SPLIT, Seq};
 use crate::dtype::Float;
 use crate::math;
 use crate::ops::kv_write::KeyLayout;
@@ -25,6 +25,7 @@ pub(super) fn attention<T: Float, C: Float>(
     v: &Tensor,
     ragged: &Ragged<'_>,
     heads: Heads,
+    first_key: FirstKey,
     scale: f32,
     y: &mut Tensor,
 ) {
@@ -38,7 +39,15 @@ pub(super) fn attention<T: Float, C: Float>(
                 let q = &qkv.as_slice::<T>()[token * heads.qkv_cols() + head * dim..][..dim];
                 let q: Vec<f32> = q.iter().map(|q| q.to_f32() * scale).collect();
                 let cache =
-                    Cache::<C> { k: k.as_slice(), v: v.as_slice(), seq, heads, block_size, head: head / heads.group() };
+                    Cache::<C> {
+                    k: k.as_slice(),
+                    v: v.as_slice(),
+                    seq,
+                    heads,
+                    block_size,
+                    head: head / heads.group(),
+                    left_out: usize::from(first_key == FirstKey::LeftOut),
+                };
                 let mut total = Running::new(dim);
                 for first in (0..visible).step_by(SPLIT) {
                     let split = cache.split(&q, first, visible.min(first + SPLIT));
@@ -72,6 +81,8 @@ struct Cache<'a, C> {
     heads: Heads,
     block_size: usize,
     head: usize,
+    /// Keys at the start that are not seen.
+    left_out: usize,
 }
 
 impl<C: Float> Cache<'_, C> {
@@ -96,7 +107,8 @@ impl<C: Float> Cache<'_, C> {
     fn split(&self, q: &[f32], first: usize, end: usize) -> Running {
         let mut run = Running::new(q.len());
         for first in (first..end).step_by(SPAN) {
-            let scores: Vec<f32> = (first..end.min(first + SPAN)).map(|j| self.score(q, j)).collect();
+            let score = |j| if j < self.left_out { f32::NEG_INFINITY } else { self.score(q, j) };
+            let scores: Vec<f32> = (first..end.min(first + SPAN)).map(score).collect();
             let max = scores.iter().fold(run.max, |max, &score| max.max(score));
             let correction = math::exp(run.max - max);
             run.max = max;
@@ -108,7 +120,7 @@ impl<C: Float> Cache<'_, C> {
             run.sum = run.sum.mul_add(correction, math::fold(lanes));
             for (d, acc) in run.acc.iter_mut().enumerate() {
                 *acc *= correction;
-                for (j, weight) in weights.iter().enumerate() {
+                for (j, weight) in weights.iter().enumerate().skip(self.left_out.saturating_sub(first)) {
                     *acc = weight.mul_add(self.value(first + j, d), *acc);
                 }
             }

@@ -81,6 +81,33 @@ pub fn attention(
     y: &mut Tensor,
     workspace: &Workspace,
 ) -> Result<()> {
+    attention_from(FirstKey::Seen, qkv, k, v, ragged, heads, scale, y, workspace)
+}
+
+/// Whether queries see the key at position 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FirstKey {
+    Seen,
+    /// Nothing was written there: a drafter takes a token and the hidden state before it, which the first token has not.
+    LeftOut,
+}
+
+/// [`attention`], with the key at position 0 or as if it were not there. Left out, its score is minus infinity, and its value is not
+/// read; the query at position 0 then has no result.
+///
+/// # Errors
+/// As [`attention`]; `NotOnDevice` if it is to be left out on a GPU.
+pub fn attention_from(
+    first: FirstKey,
+    qkv: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
     heads.check(OP)?;
     if heads.head_dim > MAX_HEAD_DIM {
         return Err(KernelError::Value { op: OP, arg: "head_dim", got: heads.head_dim as i64, want: "at most 256" });
@@ -96,8 +123,11 @@ pub fn attention(
             ragged.check_values(OP, num_tokens, num_blocks, block_size)?;
             with_float!(OP, "qkv", qkv.dtype(), T => with_float!(OP, "k", k.dtype(), C => {
                 let (level, num_threads) = (Level::best(), pool::num_threads());
-                tiled::attention::<T, C>(qkv, k, v, ragged, heads, scale, y, workspace, level, num_threads)?;
+                tiled::attention::<T, C>(qkv, k, v, ragged, heads, first, scale, y, workspace, level, num_threads)?;
             }));
+        }
+        Device::Cuda(_) if first != FirstKey::Seen => {
+            return Err(KernelError::NotOnDevice { op: OP, device: "a GPU with the first key left out" });
         }
         Device::Cuda(device) => cuda::attention(device, qkv, k, v, ragged, heads, scale, y, workspace)?,
     }
@@ -136,4 +166,24 @@ pub fn rope_attention(
     }
     rope_kv_write(qkv, k, v, positions, table, ragged, heads)?;
     attention(qkv, k, v, ragged, heads, scale, y, workspace)
+}
+
+/// [`rope_attention`] without the key at position 0, for drafters; see [`FirstKey`].
+///
+/// # Errors
+/// Those of the two; `NotOnDevice` on a GPU.
+pub fn rope_attention_after_first(
+    qkv: &mut Tensor,
+    k: &mut Tensor,
+    v: &mut Tensor,
+    positions: &Tensor,
+    table: &RopeTable,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    rope_kv_write(qkv, k, v, positions, table, ragged, heads)?;
+    attention_from(FirstKey::LeftOut, qkv, k, v, ragged, heads, scale, y, workspace)
 }

@@ -173,11 +173,15 @@ fn every_level_gives_the_bits_of_the_reference() {
             // A prompt, a chunk at its end, single tokens; the second without the long prompt, so that splits come in.
             let mixed = [(0, (lens[0], lens[0])), (1, (lens[1], 1)), (2, (lens[2], lens[2].min(7)))];
             let decode = [(2, (lens[2], 1)), (0, (lens[0], 2.min(lens[0])))];
-            for parts in [&mixed[..], &decode[..]] {
+            let seen = [(&mixed[..], FirstKey::Seen), (&decode[..], FirstKey::Seen)];
+            // A query at position 0 sees nothing then.
+            let not_first = [(0, (lens[0], lens[0] - 1)), (1, (lens[1], 1)), (2, (lens[2], 1))];
+            let left_out = [(&not_first[..2], FirstKey::LeftOut), (&not_first[..1], FirstKey::LeftOut)];
+            for (parts, first) in seen.into_iter().chain(left_out) {
                 let want = cached.run(parts, false, |qkv, k, v, ragged, heads, scale, y, _| match (dtype, cache) {
-                    (DType::F32, DType::F32) => cpu::attention::<f32, f32>(qkv, k, v, ragged, heads, scale, y),
-                    (DType::F32, _) => cpu::attention::<f32, bf16>(qkv, k, v, ragged, heads, scale, y),
-                    _ => cpu::attention::<bf16, bf16>(qkv, k, v, ragged, heads, scale, y),
+                    (DType::F32, DType::F32) => cpu::attention::<f32, f32>(qkv, k, v, ragged, heads, first, scale, y),
+                    (DType::F32, _) => cpu::attention::<f32, bf16>(qkv, k, v, ragged, heads, first, scale, y),
+                    _ => cpu::attention::<bf16, bf16>(qkv, k, v, ragged, heads, first, scale, y),
                 });
                 for level in Level::available() {
                     for threads in [1, 64] {
@@ -187,16 +191,38 @@ fn every_level_gives_the_bits_of_the_reference() {
                                 (DType::F32, _) => tiled::attention::<f32, bf16>,
                                 _ => tiled::attention::<bf16, bf16>,
                             };
-                            run(q, k, v, ragged, heads, scale, y, space, level, threads).unwrap();
+                            run(q, k, v, ragged, heads, first, scale, y, space, level, threads).unwrap();
                         });
                         let label =
-                            format!("{heads:?}, block size {block_size}, {dtype}, cache {cache}, {level:?}, {threads}");
+                            format!("{heads:?}, block size {block_size}, {dtype}, cache {cache}, {level:?}, {threads}, {first:?}");
                         assert_same(&got, &want, &label);
                     }
                 }
             }
         }
     }
+}
+
+#[test]
+fn the_first_key_can_be_left_out_whatever_stands_there() {
+    let heads = heads(9, 3, 64);
+    let attend = |first_values: f32, first: FirstKey| {
+        let mut cached = Cached::new(heads, 16, DType::F32, DType::F32, &[300], 4);
+        cached.qkv[0][..heads.qkv_cols()].fill(first_values);
+        cached.step(&[(0, (300, 300))]);
+        cached.run(&[(0, (300, 299))], false, |qkv, k, v, ragged, heads, scale, y, workspace| {
+            attention_from(first, qkv, k, v, ragged, heads, scale, y, workspace).unwrap();
+        })
+    };
+    let want = attend(0.5, FirstKey::LeftOut);
+    assert!(want.iter().all(|&y| f32::from_bits(y).is_finite()));
+    assert_same(&attend(f32::NAN, FirstKey::LeftOut), &want, "no number there");
+    assert_ne!(attend(0.5, FirstKey::Seen), want);
+    // A query at position 1 sees its own value alone.
+    let cols = heads.qkv_cols();
+    let cached = Cached::new(heads, 16, DType::F32, DType::F32, &[300], 4);
+    let value = &cached.qkv[0][2 * cols - 3 * 64..][..64];
+    assert!(want[..64].iter().zip(value).all(|(&y, value)| (f32::from_bits(y) - value).abs() < 1e-6));
 }
 
 #[test]

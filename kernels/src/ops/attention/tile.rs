@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::products::{CacheElement, Q_STRIDE, scores_of, share, values_of};
-use super::{Heads, MAX_HEAD_DIM, SPAN, SPLIT, Seq};
+use super::{FirstKey, Heads, MAX_HEAD_DIM, SPAN, SPLIT, Seq};
 use crate::dtype::Float;
 use crate::math;
 use crate::simd::{F32x16, Kernel, LANES};
@@ -92,6 +92,7 @@ pub(super) struct Layer<'a, C> {
     pub v: &'a [C],
     pub block_size: usize,
     pub heads: Heads,
+    pub first_key: FirstKey,
 }
 
 /// Some queries of one sequence that read one KV head.
@@ -261,8 +262,10 @@ unsafe fn span<V: F32x16, C: CacheElement>(
             unsafe { prefetch::<V, C>(&k[at % block_size..], block_size, run) }
         }
     }
+    let left_out = usize::from(first == 0 && layer.first_key == FirstKey::LeftOut);
     for row in rows.clone() {
         let weights = &mut scratch.weights[row * SPAN..][..SPAN];
+        weights[..left_out].fill(f32::NEG_INFINITY);
         let correction =
             exponentiate(weights, scratch.count[row], &mut scratch.split.max[row], &mut scratch.split.sum[row]);
         if correction != 1.0 {
@@ -279,7 +282,7 @@ unsafe fn span<V: F32x16, C: CacheElement>(
         while row < rows.end {
             let num = share(rows.end - row);
             // Rows see ever more keys: those that all of them see first, then those that fewer do.
-            let (mut done, mut from) = (0, row);
+            let (mut done, mut from) = (if at == 0 { left_out } else { 0 }, row);
             while from < row + num {
                 let keys = scratch.count[from].saturating_sub(at).min(run);
                 if keys > done {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::products::CacheElement;
 use super::tile::{Join, Layer, Scratch, TILE_ROWS, Tile, Walk};
-use super::{Heads, Ragged, SPLIT, WORKSPACE_BYTES};
+use super::{FirstKey, Heads, Ragged, SPLIT, WORKSPACE_BYTES};
 use crate::dtype::{DType, Float};
 use crate::error::Result;
 use crate::pool::{self, SharedMut};
@@ -27,6 +27,7 @@ pub(super) fn attention<T: Float, C: CacheElement>(
     v: &Tensor,
     ragged: &Ragged<'_>,
     heads: Heads,
+    first_key: FirstKey,
     scale: f32,
     y: &mut Tensor,
     workspace: &Workspace,
@@ -34,7 +35,7 @@ pub(super) fn attention<T: Float, C: CacheElement>(
     num_threads: usize,
 ) -> Result<()> {
     let block_size = k.dims()[2];
-    let layer = Layer { k: k.as_slice::<C>(), v: v.as_slice::<C>(), block_size, heads };
+    let layer = Layer { k: k.as_slice::<C>(), v: v.as_slice::<C>(), block_size, heads, first_key };
     let qkv = qkv.as_slice::<T>();
     let num_seqs = ragged.num_seqs();
     // Where each sequence's tiles begin; one KV head has all of them.

@@ -1,0 +1,99 @@
+//! A multi-token-prediction module: one decoder layer over a token's embedding and the hidden state before it.
+//!
+//! Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2, with a Llama layer in place of theirs.
+//! Token t[i+1] and hidden state h[i] stand at position i + 1 and give the logits of t[i+2]; position 0 has no pair and no KV.
+//! The module's own output takes the place of h where the target has not been yet, so that one module drafts several tokens.
+
+use drafthorse_kernels::Tensor;
+use drafthorse_kernels::ops::concat::concat;
+
+use super::naming::Names;
+use crate::error::{ModelError, Result};
+use crate::forward::Forward;
+use crate::kv_cache::KvLayer;
+use crate::layers::{Embedding, LmHead, Linear, RmsNorm};
+use crate::models::{DecoderLayer, Ends, Model, StepSize, tensor_bytes};
+use crate::quant::Part;
+use crate::weights::{Loader, Shard};
+
+pub(super) struct Mtp {
+    embedding: Embedding,
+    embedding_norm: RmsNorm,
+    hidden_norm: RmsNorm,
+    /// `[hidden, 2 * hidden]`; the embedding's half comes first.
+    input: Linear,
+    layer: DecoderLayer,
+    norm: RmsNorm,
+    lm_head: LmHead,
+    hidden_size: usize,
+    element_bytes: usize,
+}
+
+impl Mtp {
+    /// `ends` are the base's, for what the module has not; `num_tokens` is the size of the draft vocabulary.
+    pub(super) fn load(root: &Loader<'_>, names: &Names, ends: Option<&Ends>, num_tokens: usize) -> Result<Self> {
+        let config = root.config();
+        let hidden = config.hidden_size;
+        let module = root.at(&names.module);
+        let part = Part { at: module.at("eh_proj"), out_features: hidden, shard: Shard::Replicated };
+        let mut layer = DecoderLayer::load(&root.at(&names.layer), 0, &root.rope_table()?)?;
+        layer.leave_out_first_key();
+        Ok(Mtp {
+            embedding: Embedding::load_or_share(root.at(&names.embedding), ends.map(|ends| &ends.table))?,
+            embedding_norm: RmsNorm::load(&module.at("enorm"))?,
+            hidden_norm: RmsNorm::load(&module.at("hnorm"))?,
+            input: Linear::column(&[part], 2 * hidden, false)?,
+            layer,
+            norm: RmsNorm::load(&root.at(&names.norm))?,
+            lm_head: LmHead::load_or_share(root.at(&names.head), num_tokens, ends.map(|ends| &ends.head))?,
+            hidden_size: hidden,
+            element_bytes: root.dtype().bytes(),
+        })
+    }
+}
+
+impl Model for Mtp {
+    fn forward(&self, cx: &mut Forward<'_>) -> Result<Tensor> {
+        let num_tokens = cx.batch.num_tokens();
+        let target_hidden = cx.target_hidden.filter(|hidden| hidden.rows_cols().0 == num_tokens);
+        let target_hidden = target_hidden.ok_or(ModelError::BatchMismatch {
+            what: "number of the target's hidden states",
+            got: cx.target_hidden.map_or(0, |hidden| hidden.rows_cols().0),
+            want: num_tokens,
+        })?;
+
+        // `x` first: it outlives the call.
+        let mut x = self.embedding.output(cx)?;
+        let mut residual = self.embedding.output(cx)?;
+        {
+            let mut pairs = cx.take([num_tokens, 2 * self.hidden_size], x.dtype())?;
+            let mut hidden = self.embedding.output(cx)?;
+            self.embedding.forward(&mut residual, cx)?;
+            self.embedding_norm.forward(&residual, &mut x)?;
+            self.hidden_norm.forward(target_hidden, &mut hidden)?;
+            concat(&x, &hidden, &mut pairs)?;
+            self.input.forward(&pairs, &mut residual, cx)?;
+        }
+        self.layer.begin(&residual, &mut x)?;
+        self.layer.forward(&mut x, &mut residual, cx)?;
+        self.norm.add(&mut x, &mut residual)?;
+        Ok(x)
+    }
+
+    fn logits(&self, hidden: &Tensor, cx: &mut Forward<'_>) -> Result<Tensor> {
+        self.lm_head.forward(hidden, cx)
+    }
+
+    fn kv_layers(&self) -> Vec<KvLayer> {
+        vec![self.layer.kv_layer()]
+    }
+
+    fn workspace_bytes(&self, step: StepSize) -> usize {
+        let rows = |rows, width| tensor_bytes(rows * width, self.element_bytes);
+        let hidden = rows(step.tokens, self.hidden_size);
+        let input = rows(step.tokens, 2 * self.hidden_size) + hidden + self.input.workspace_bytes(step.tokens);
+        let layer = self.layer.workspace_bytes(step, self.element_bytes);
+        let head = rows(step.logit_rows, self.hidden_size) + self.lm_head.workspace_bytes(step.logit_rows);
+        hidden + head.max(hidden + input.max(layer))
+    }
+}
