@@ -28,4 +28,4 @@ pub use config::{ConfigError, EngineConfig};
 pub use engine::{Engine, Limits};
 pub use error::{EngineError, Result};
 pub use request::{Event, EventSink, Finished, Request, RequestId, RequestTiming, Tokens, Usage};
-pub use stats::{STEP_TIME_BOUNDS_MS, Stats};
+pub use stats::{DRAFT_PLACES, STEP_TIME_BOUNDS_MS, Stats};

@@ -4,8 +4,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, O
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use drafthorse_control::Timing;
+
 /// Upper bounds of the step time buckets, in milliseconds; one more bucket takes what is longer.
 pub const STEP_TIME_BOUNDS_MS: [u64; 10] = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
+
+/// Drafts of one row that are told apart; no proposer makes more.
+pub const DRAFT_PLACES: usize = 8;
 
 /// A moment's view of the engine. Totals count up from its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,6 +40,14 @@ pub struct Stats {
     pub output_tokens: u64,
     pub drafts_verified: u64,
     pub drafts_accepted: u64,
+    /// Rows that verified drafts.
+    pub draft_rows: u64,
+    /// By place: rows that verified a draft there, and where it held.
+    pub verified_at: [u64; DRAFT_PLACES],
+    pub accepted_at: [u64; DRAFT_PLACES],
+    /// Time rank 0 spent on sampling and verifying, and on making drafts.
+    pub sample_time: Duration,
+    pub propose_time: Duration,
     pub preemptions: u64,
     /// Prompt tokens looked up in the prefix cache, and found there.
     pub prefix_queries: u64,
@@ -68,6 +81,7 @@ counters!(
     output_tokens,
     drafts_verified,
     drafts_accepted,
+    draft_rows,
     preemptions,
     prefix_queries,
     prefix_hits,
@@ -81,6 +95,10 @@ pub(crate) fn add(counter: &AtomicU64, n: usize) {
     counter.store(counter.load(Relaxed) + n as u64, Relaxed);
 }
 
+fn read(counters: &[AtomicU64; DRAFT_PLACES]) -> [u64; DRAFT_PLACES] {
+    std::array::from_fn(|at| counters[at].load(Relaxed))
+}
+
 /// What the engine thread and its callers share.
 #[derive(Default)]
 pub(crate) struct Shared {
@@ -92,8 +110,12 @@ pub(crate) struct Shared {
     pub(crate) free_blocks: AtomicUsize,
     pub(crate) cached_blocks: AtomicUsize,
     pub(crate) counters: Counters,
+    verified_at: [AtomicU64; DRAFT_PLACES],
+    accepted_at: [AtomicU64; DRAFT_PLACES],
     step_nanos: AtomicU64,
     device_nanos: AtomicU64,
+    sample_nanos: AtomicU64,
+    propose_nanos: AtomicU64,
     step_time_buckets: [AtomicU64; STEP_TIME_BOUNDS_MS.len() + 1],
     scheduler_nanos: AtomicU64,
     end: Mutex<End>,
@@ -119,7 +141,19 @@ impl Shared {
         self.live.load(SeqCst)
     }
 
-    pub(crate) fn step_took(&self, time: Duration, device: Duration) {
+    /// A row verified some drafts, of which the first `accepted` held.
+    pub(crate) fn verified(&self, verified: usize, accepted: usize) {
+        add(&self.counters.drafts_verified, verified);
+        add(&self.counters.drafts_accepted, accepted);
+        add(&self.counters.draft_rows, usize::from(verified > 0));
+        self.verified_at.iter().take(verified).for_each(|counter| add(counter, 1));
+        self.accepted_at.iter().take(accepted).for_each(|counter| add(counter, 1));
+    }
+
+    pub(crate) fn step_took(&self, timing: &Timing) {
+        let (time, device) = (timing.forward + timing.sample + timing.propose, timing.device);
+        add(&self.sample_nanos, timing.sample.as_nanos() as usize);
+        add(&self.propose_nanos, timing.propose.as_nanos() as usize);
         let bucket = STEP_TIME_BOUNDS_MS.partition_point(|&bound| Duration::from_millis(bound) < time);
         add(&self.step_time_buckets[bucket], 1);
         add(&self.step_nanos, time.as_nanos() as usize);
@@ -140,6 +174,10 @@ impl Shared {
             free_blocks: self.free_blocks.load(Relaxed),
             cached_blocks: self.cached_blocks.load(Relaxed),
             step_time: Duration::from_nanos(self.step_nanos.load(Relaxed)),
+            verified_at: read(&self.verified_at),
+            accepted_at: read(&self.accepted_at),
+            sample_time: Duration::from_nanos(self.sample_nanos.load(Relaxed)),
+            propose_time: Duration::from_nanos(self.propose_nanos.load(Relaxed)),
             device_time: Duration::from_nanos(self.device_nanos.load(Relaxed)),
             scheduler_time: Duration::from_nanos(self.scheduler_nanos.load(Relaxed)),
             ..Stats::default()
@@ -192,11 +230,22 @@ mod tests {
     fn a_step_is_counted_in_the_bucket_whose_bound_it_reaches() {
         let shared = Shared::default();
         for ms in [0, 1, 3, 100, 5000] {
-            shared.step_took(Duration::from_millis(ms), Duration::ZERO);
+            shared.step_took(&Timing { forward: Duration::from_millis(ms), ..Timing::default() });
         }
         let stats = shared.read();
         assert_eq!(stats.step_time_buckets, [2, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]);
         assert_eq!((stats.steps, stats.step_time), (5, Duration::from_millis(5104)));
+    }
+
+    #[test]
+    fn drafts_are_counted_by_their_place() {
+        let shared = Shared::default();
+        for (verified, accepted) in [(3, 3), (3, 1), (2, 0), (0, 0)] {
+            shared.verified(verified, accepted);
+        }
+        let stats = shared.read();
+        assert_eq!((stats.drafts_verified, stats.drafts_accepted, stats.draft_rows), (8, 4, 3));
+        assert_eq!((stats.verified_at[..4].to_vec(), stats.accepted_at[..4].to_vec()), (vec![3, 3, 2, 0], vec![2, 1, 1, 0]));
     }
 
     #[test]

@@ -101,6 +101,7 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             max_draft_token_num: settings.parse("speculate_max_draft_token_num", COUNT)?,
             max_ngram_size: settings.parse("speculate_max_ngram_size", COUNT)?,
             draft_token_bound: settings.parse("speculate_draft_token_bound", COUNT)?,
+            adaptive: settings.parse_bool("speculate_adaptive")?,
             draft_dir: draft::folder(settings, path)?,
             draft_quant_type: Some(settings.text("draft_model_quant_type"))
                 .filter(|name| !matches!(*name, "" | "none"))

@@ -66,6 +66,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("speculate_method", "none", "none, ngram (inference_with_reference) or mtp: how drafts are made"),
     setting("speculate_max_draft_token_num", "3", "most drafts a sequence gets in one step"),
     setting("speculate_draft_token_bound", "5", "what speculate_max_draft_token_num may be, 1 to 7"),
+    setting("speculate_adaptive", "true", "with mtp: fewer drafts, or none, where they do not pay"),
     setting(
         "draft_model_name_or_path",
         "",

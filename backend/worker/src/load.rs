@@ -66,6 +66,13 @@ pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) 
         warn!(num_threads, running, "the cpu pool runs already, its number of threads stays");
     }
     let device = config.device.open()?;
+    let method = match method {
+        Method::Mtp if device != Device::Cpu => {
+            warn!("a draft model runs on the CPU alone, the model is served without it");
+            Method::None
+        }
+        method => method,
+    };
     let mut network = network(config, &device, matches!(method, Method::Mtp), progress)?;
     let proposer = match method {
         Method::Host(proposer) => Some(proposer),
@@ -157,6 +164,7 @@ pub(crate) fn assemble(
     let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: chunk_rows, max_kv_len: longest };
     let mtp_sizes = |max_blocks_per_seq: usize, num_blocks: usize| MtpSizes {
         max_drafts,
+        adaptive: config.speculate.adaptive,
         max_tokens,
         max_seqs,
         max_blocks_per_seq,

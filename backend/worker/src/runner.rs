@@ -301,7 +301,7 @@ impl Runner {
             self.sample(&hidden)?;
             self.verify(&hidden, &mut results)?;
             timing.sample = started.elapsed() - timing.forward;
-            self.propose(&hidden, &mut results)?;
+            self.propose(&hidden, started.elapsed(), &mut results)?;
             timing.propose = started.elapsed() - timing.forward - timing.sample;
         }
         Ok(Work::Done(results, timing))

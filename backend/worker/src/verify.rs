@@ -3,6 +3,8 @@
 //! Verification is sampling: at every position the target's token is sampled as if there were no drafts, and a draft holds
 //! if it is that token. So the tokens are the same with any proposer and with none.
 
+use std::time::Duration;
+
 use drafthorse_control::{FinishReason, RowError, RowResult, TokenId};
 use drafthorse_kernels::Tensor;
 use drafthorse_model::Forward;
@@ -93,8 +95,8 @@ impl Runner {
         held
     }
 
-    /// Lets the proposer look at every sequence that did not fail.
-    pub(crate) fn propose(&mut self, hidden: &Tensor, results: &mut [RowResult]) -> Result<()> {
+    /// Lets the proposer look at every sequence that did not fail. Forward and sampling `took` this long.
+    pub(crate) fn propose(&mut self, hidden: &Tensor, took: Duration, results: &mut [RowResult]) -> Result<()> {
         let Some(proposer) = &mut self.proposer else { return Ok(()) };
         self.propose_rows.clear();
         for (row, result) in self.inputs.rows.iter().zip(&*results) {
@@ -107,15 +109,19 @@ impl Runner {
                 slot: row.slot,
                 hidden: row.tokens.start..row.tokens.start + held,
                 wants_drafts: row.wants_token && !state.ended,
+                num_drafts: row.num_drafts,
+                num_held: result.accepted.len().saturating_sub(1).min(row.num_drafts),
                 ended: state.ended,
                 // The last token that may come is always sampled, not drafted.
                 room: state.room(self.max_model_len).saturating_sub(1),
             });
         }
+        let is_decode = self.inputs.rows.iter().all(|row| row.is_inert() || (row.wants_token && row.num_known() == 1));
         proposer.propose(&mut Propose {
             rows: &self.propose_rows,
             slots: &mut self.slots,
             hidden,
+            decode: is_decode.then(|| (took, self.batch.num_tokens())),
             forward: Forward {
                 batch: &self.batch,
                 kv: &mut self.kv,

@@ -24,7 +24,7 @@ impl Scheduler {
         let timing = result.timing;
         let time = timing.forward + timing.sample + timing.propose;
         self.pace.measure(step.decode_tokens, step.chunk_tokens, time);
-        self.shared.step_took(time, timing.device);
+        self.shared.step_took(&timing);
         for (row, result) in step.rows.iter().zip(result.rows) {
             self.commit_row(row, result, now, events);
         }
@@ -55,10 +55,8 @@ impl Scheduler {
         sequence.usage.drafts_verified += verified as u32;
         sequence.usage.drafts_accepted += accepted as u32;
         sequence.held_drafts = result.num_drafts;
-        let counters = &self.shared.counters;
-        add(&counters.drafts_verified, verified);
-        add(&counters.drafts_accepted, accepted);
-        add(&counters.output_tokens, got);
+        self.shared.verified(verified, accepted);
+        add(&self.shared.counters.output_tokens, got);
 
         // Computed again after a preemption, a prompt brings what was delivered before.
         let first = row.start.saturating_sub(1);

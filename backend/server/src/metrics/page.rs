@@ -4,7 +4,7 @@ use std::fmt::{Display, Write};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use drafthorse_control::FinishReason;
-use drafthorse_engine::{STEP_TIME_BOUNDS_MS, Stats};
+use drafthorse_engine::{DRAFT_PLACES, STEP_TIME_BOUNDS_MS, Stats};
 
 use super::{Failure, Histogram, ModelMetrics};
 
@@ -38,7 +38,7 @@ const TRITON: [Family; 9] = [
     ("nv_inference_pending_request_count", "gauge", "Requests that wait", |m| m.engine.waiting as f64),
 ];
 
-const VLLM: [Family; 8] = [
+const VLLM: [Family; 11] = [
     ("vllm:num_requests_running", "gauge", "Requests in the batch", |m| m.engine.running as f64),
     ("vllm:num_requests_waiting", "gauge", "Requests that wait", |m| m.engine.waiting as f64),
     ("vllm:kv_cache_usage_perc", "gauge", "Part of the KV cache in use, 1 is all of it", |m| {
@@ -54,9 +54,16 @@ const VLLM: [Family; 8] = [
         m.engine.prefix_queries as f64
     }),
     ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found there", |m| m.engine.prefix_hits as f64),
+    ("vllm:spec_decode_num_drafts_total", "counter", "Times that drafts of a sequence were verified", |m| {
+        m.engine.draft_rows as f64
+    }),
+    ("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafts that were verified", |m| {
+        m.engine.drafts_verified as f64
+    }),
+    ("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafts that held", |m| m.engine.drafts_accepted as f64),
 ];
 
-const OURS: [Family; 7] = [
+const OURS: [Family; 9] = [
     ("drafthorse_kv_blocks", "gauge", "Blocks of the KV cache", |m| m.engine.total_blocks as f64),
     ("drafthorse_kv_blocks_used", "gauge", "Blocks that sequences hold", |m| {
         m.engine.total_blocks.saturating_sub(m.engine.free_blocks) as f64
@@ -67,9 +74,21 @@ const OURS: [Family; 7] = [
     }),
     ("drafthorse_drafts_verified_total", "counter", "Drafts that were verified", |m| m.engine.drafts_verified as f64),
     ("drafthorse_drafts_accepted_total", "counter", "Drafts that held", |m| m.engine.drafts_accepted as f64),
+    ("drafthorse_sample_seconds_total", "counter", "Time of sampling and verifying", |m| {
+        m.engine.sample_time.as_secs_f64()
+    }),
+    ("drafthorse_propose_seconds_total", "counter", "Time of making drafts", |m| m.engine.propose_time.as_secs_f64()),
     ("drafthorse_scheduler_seconds_total", "counter", "Time of the engine thread between steps", |m| {
         m.engine.scheduler_time.as_secs_f64()
     }),
+];
+
+/// A count by the place of a draft, from 0: name, help, which.
+type DraftFamily = (&'static str, &'static str, fn(&Stats) -> &[u64; DRAFT_PLACES]);
+
+const DRAFT_FAMILIES: [DraftFamily; 2] = [
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "Drafts that held", |stats| &stats.accepted_at),
+    ("drafthorse_drafts_verified_per_pos_total", "Drafts that were verified", |stats| &stats.verified_at),
 ];
 
 /// A histogram per model: name, help, which.
@@ -106,6 +125,15 @@ pub fn write_page(models: &[ModelView<'_>]) -> String {
         page.family(name, kind, help);
         for model in models {
             page.sample(name, &vllm_labels(model), value(model));
+        }
+    }
+    for (name, help, counts) in DRAFT_FAMILIES {
+        page.family(name, "counter", help);
+        for model in models {
+            let [model_name, engine] = vllm_labels(model);
+            for (place, &count) in counts(&model.engine).iter().enumerate().filter(|(_, count)| **count > 0) {
+                page.sample(name, &[model_name, engine, ("position", &place.to_string())], count as f64);
+            }
         }
     }
     page.family("vllm:request_success_total", "counter", "Requests that ended well");

@@ -30,12 +30,18 @@ pub const RETURN_LOGPROBS: &str = "return_logprobs";
 pub const RETURN_NUM_INPUT_TOKENS: &str = "return_num_input_tokens";
 pub const RETURN_NUM_OUTPUT_TOKENS: &str = "return_num_output_tokens";
 
+pub const RETURN_ACCEPTANCE: &str = "return_acceptance";
+
 pub const TEXT_OUTPUT: &str = "text_output";
 pub const FINISH_REASON: &str = "finish_reason";
 pub const CUMULATIVE_LOGPROB: &str = "cumulative_logprob";
 pub const LOGPROBS: &str = "logprobs";
 pub const NUM_INPUT_TOKENS: &str = "num_input_tokens";
 pub const NUM_OUTPUT_TOKENS: &str = "num_output_tokens";
+/// Told with the last response: the share of drafts that held, how many did, and how many there were.
+pub const ACCEPTANCE_RATE: &str = "acceptance_rate";
+pub const ACCEPTED_DRAFTS: &str = "total_accepted_draft_tokens";
+pub const DRAFTS: &str = "total_draft_tokens";
 
 /// What a request may carry.
 pub const INPUTS: &[TensorSpec] = &[
@@ -48,6 +54,7 @@ pub const INPUTS: &[TensorSpec] = &[
     input(RETURN_LOGPROBS, DataType::TypeBool),
     input(RETURN_NUM_INPUT_TOKENS, DataType::TypeBool),
     input(RETURN_NUM_OUTPUT_TOKENS, DataType::TypeBool),
+    input(RETURN_ACCEPTANCE, DataType::TypeBool),
 ];
 
 /// What a response may carry. One element a sequence, so that a request for several has them side by side.
@@ -58,6 +65,9 @@ pub const OUTPUTS: &[TensorSpec] = &[
     output(LOGPROBS, DataType::TypeString, &[-1]),
     output(NUM_INPUT_TOKENS, DataType::TypeUint32, &[1]),
     output(NUM_OUTPUT_TOKENS, DataType::TypeUint32, &[-1]),
+    output(ACCEPTANCE_RATE, DataType::TypeFp32, &[-1]),
+    output(ACCEPTED_DRAFTS, DataType::TypeUint32, &[-1]),
+    output(DRAFTS, DataType::TypeUint32, &[-1]),
 ];
 
 /// A data type's name on the wire.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use drafthorse_control::{FinishReason, TokenLogprobs};
+use drafthorse_engine::Usage;
 use drafthorse_proto::inference::infer_parameter::ParameterChoice;
 use drafthorse_proto::inference::{InferParameter, ModelInferRequest, ModelInferResponse};
 use serde_json::{Map, Value, json};
@@ -16,8 +17,8 @@ use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt};
 use crate::params::GenerateParams;
 use crate::repository::Model;
 use crate::repository::dialect::{
-    CUMULATIVE_LOGPROB, EXCLUDE_INPUT, FINISH_REASON, LOGPROBS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS,
-    RETURN_CUMULATIVE_LOGPROB, RETURN_FINISH_REASON, RETURN_LOGPROBS, RETURN_NUM_INPUT_TOKENS,
+    ACCEPTANCE_RATE, ACCEPTED_DRAFTS, CUMULATIVE_LOGPROB, DRAFTS, EXCLUDE_INPUT, FINISH_REASON, LOGPROBS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS,
+    RETURN_ACCEPTANCE, RETURN_CUMULATIVE_LOGPROB, RETURN_FINISH_REASON, RETURN_LOGPROBS, RETURN_NUM_INPUT_TOKENS,
     RETURN_NUM_OUTPUT_TOKENS, SAMPLING_PARAMETERS, STREAM, TEXT_INPUT, TEXT_OUTPUT,
 };
 
@@ -126,6 +127,9 @@ impl Call {
             (LOGPROBS, asked(RETURN_LOGPROBS)),
             (NUM_INPUT_TOKENS, asked(RETURN_NUM_INPUT_TOKENS)),
             (NUM_OUTPUT_TOKENS, asked(RETURN_NUM_OUTPUT_TOKENS)),
+            (ACCEPTANCE_RATE, asked(RETURN_ACCEPTANCE)),
+            (ACCEPTED_DRAFTS, asked(RETURN_ACCEPTANCE)),
+            (DRAFTS, asked(RETURN_ACCEPTANCE)),
         ];
         let wanted = |name: &&str| requested.is_empty() || requested.contains(name);
         let outputs = outputs.iter().filter(|(_, asked)| *asked).map(|(name, _)| *name).filter(wanted).collect();
@@ -185,6 +189,8 @@ impl Answer {
                 None => chunk.text.clone(),
             });
         }
+        // Until a sequence has ended it is not known.
+        let usage = |chunk: &Chunk| chunk.finish.as_ref().map_or_else(Usage::default, |finish| finish.usage);
         let output = |name: &'static str| {
             let elements = match name {
                 FINISH_REASON => Elements::Strings(self.told.iter().map(|told| told.finish.to_owned()).collect()),
@@ -196,6 +202,12 @@ impl Answer {
                 NUM_OUTPUT_TOKENS => {
                     Elements::Counts(chunks.iter().map(|chunk| chunk.token_ids.len() as u32).collect())
                 }
+                ACCEPTANCE_RATE => {
+                    let rate = |usage: Usage| usage.drafts_accepted as f32 / usage.drafts_verified.max(1) as f32;
+                    Elements::Floats(chunks.iter().map(|chunk| rate(usage(chunk))).collect())
+                }
+                ACCEPTED_DRAFTS => Elements::Counts(chunks.iter().map(|chunk| usage(chunk).drafts_accepted).collect()),
+                DRAFTS => Elements::Counts(chunks.iter().map(|chunk| usage(chunk).drafts_verified).collect()),
                 _ => Elements::Strings(std::mem::take(&mut texts)),
             };
             Output { name, elements }

@@ -2,6 +2,7 @@
 
 mod mtp;
 mod ngram;
+mod policy;
 mod proposer;
 
 use std::path::PathBuf;
@@ -23,6 +24,8 @@ pub struct SpeculateConfig {
     pub max_ngram_size: u32,
     /// `speculate_draft_token_bound`: what `max_draft_token_num` may be.
     pub draft_token_bound: u32,
+    /// `speculate_adaptive`: fewer drafts or none where they do not pay.
+    pub adaptive: bool,
     /// `draft_model_name_or_path`, as a folder. `None`: the drafter is part of the base's checkpoint.
     pub draft_dir: Option<PathBuf>,
     /// `draft_model_quant_type`. `None` keeps what the drafter's checkpoint has.
@@ -36,6 +39,7 @@ impl Default for SpeculateConfig {
             max_draft_token_num: 1,
             max_ngram_size: 1,
             draft_token_bound: 5,
+            adaptive: true,
             draft_dir: None,
             draft_quant_type: None,
         }

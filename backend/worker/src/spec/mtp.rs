@@ -6,6 +6,8 @@
 //! An entry depends on nothing behind its own block, so blocks that are found again hold it, with the hidden state of their last token
 //! for the entry that follows.
 
+use std::time::Instant;
+
 use drafthorse_control::{SamplingParams, Slot};
 use drafthorse_kernels::device::Readback;
 use drafthorse_kernels::ops::copy_rows::{copy_rows, copy_rows_from};
@@ -13,6 +15,7 @@ use drafthorse_kernels::ops::sample;
 use drafthorse_kernels::{DType, Device, Tensor};
 use drafthorse_model::{Batch, BatchInputs, BatchLimits, Forward, Model, StepSize};
 
+use super::policy::{Holds, Policy};
 use super::proposer::{Propose, ProposeRow, Proposer};
 use crate::error::Result;
 use crate::row_params::RowParams;
@@ -31,6 +34,8 @@ pub(crate) struct Drafter {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MtpSizes {
     pub max_drafts: usize,
+    /// Fewer drafts, or none, where they do not pay.
+    pub adaptive: bool,
     /// Tokens of a step of the target.
     pub max_tokens: usize,
     pub max_seqs: usize,
@@ -55,6 +60,11 @@ pub(crate) struct Mtp {
     written: Vec<usize>,
     /// By block: all its entries hold, and the hidden state of its last token is kept.
     whole: Vec<bool>,
+    policy: Policy,
+    /// By slot: how its drafts have done.
+    holds: Vec<Holds>,
+    /// Most drafts of each sequence of this step; `None`: they do not pay, and nothing is written for them.
+    most: Option<usize>,
     pass: Pass,
     chains: Vec<Chain>,
 }
@@ -125,7 +135,12 @@ impl Mtp {
             greedy.push(&SamplingParams::default(), 0);
         }
         greedy.send()?;
+        let token_share = if *device == Device::Cpu { 0.4 } else { 0.02 };
+        let policy = Policy::new(sizes.max_drafts, sizes.adaptive, token_share);
         Ok(Mtp {
+            holds: vec![policy.holds(); sizes.max_seqs],
+            policy,
+            most: Some(sizes.max_drafts),
             batch: Batch::new(device, limits)?,
             greedy,
             ids: Tensor::zeros(device, "drafts picked", [chunk_rows], DType::I32)?,
@@ -137,6 +152,27 @@ impl Mtp {
             drafter,
             sizes,
         })
+    }
+
+    /// Takes in how the last drafts did, and decides on the next.
+    fn learn(&mut self, step: &Propose<'_>) {
+        if let Some((took, num_tokens)) = step.decode {
+            self.policy.learn_step(num_tokens, took);
+        }
+        let running = || step.rows.iter().filter(|row| !row.ended);
+        let mut mean = Holds::default();
+        for row in running() {
+            let holds = &mut self.holds[row.slot.0 as usize];
+            let state = step.slots.state(row.slot);
+            if state.num_computed - row.hidden.len() == state.num_cached {
+                *holds = self.policy.holds();
+            }
+            self.policy.learn_held(holds, row.num_drafts, row.num_held);
+            mean.iter_mut().zip(holds).for_each(|(mean, holds)| *mean += *holds);
+        }
+        let num_seqs = running().count();
+        mean.iter_mut().for_each(|mean| *mean /= num_seqs.max(1) as f32);
+        self.most = if num_seqs == 0 { Some(0) } else { self.policy.drafts(num_seqs, &mean) };
     }
 
     /// The pass over all that was verified, and the sequences that get drafts of it.
@@ -155,6 +191,9 @@ impl Mtp {
         let first = computed - row.hidden.len();
         if first == state.num_cached {
             self.written[slot] = self.entries_of_prefix(&blocks[..first / block_size], first, block_size);
+        }
+        if self.most.is_none() {
+            self.written[slot] = 0;
         }
         let start = self.written[slot];
         let holds = start >= first.max(1);
@@ -183,7 +222,7 @@ impl Mtp {
         }
         pass.end_sequence(row.slot, end);
         self.written[slot] = end;
-        let most = row.room.min(self.sizes.max_drafts).min(kv_room + 1 - end);
+        let most = row.room.min(self.most.unwrap_or(0)).min(kv_room + 1 - end);
         if row.wants_drafts && end == computed + 1 && most > 0 {
             let row_of_pass = pass.token_ids.len() as u32 - 1;
             let (slot, position) = (row.slot, end - 1);
@@ -303,7 +342,10 @@ impl Proposer for Mtp {
     }
 
     fn propose(&mut self, step: &mut Propose<'_>) -> Result<()> {
+        let started = Instant::now();
+        self.learn(step);
         self.plan(step);
+        let num_chains = self.chains.len();
         let num_tokens = self.pass.token_ids.len();
         let (workspace, (_, width), dtype) =
             (step.forward.workspace, step.hidden.rows_cols(), step.hidden.dtype());
@@ -324,6 +366,9 @@ impl Proposer for Mtp {
                 copy_rows_from(&hidden, &mut input, &(0..num_chains as u32).map(|row| (row, row)).collect::<Vec<_>>())?;
                 self.run(step, &input, &mut hidden)?;
             }
+        }
+        if let (Some(most), true, true) = (self.most, step.decode.is_some(), num_chains == step.rows.len()) {
+            self.policy.learn_proposal(num_chains, most, started.elapsed());
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! The seam for draft methods.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use drafthorse_control::Slot;
 use drafthorse_kernels::Tensor;
@@ -19,6 +20,9 @@ pub struct ProposeRow {
     pub wants_drafts: bool,
     /// Its blocks may be found by other sequences, but it does not go on.
     pub ended: bool,
+    /// Drafts that were verified in this step, and those of them that held.
+    pub num_drafts: usize,
+    pub num_held: usize,
     /// Most drafts that can be of use: more would lie past the sequence's end.
     pub room: usize,
 }
@@ -30,6 +34,8 @@ pub struct Propose<'a> {
     pub slots: &'a mut Slots,
     /// The target's last hidden states, `[tokens, hidden]`.
     pub hidden: &'a Tensor,
+    /// Time and tokens of the step, if it ran no prompts.
+    pub decode: Option<(Duration, usize)>,
     /// What a drafter's model is handed; its batch is still the target's.
     pub forward: Forward<'a>,
 }

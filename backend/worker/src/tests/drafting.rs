@@ -120,7 +120,7 @@ fn drafting_engine(wrong_every: u64) -> (Engine, Arc<AtomicUsize>) {
         let drafter = Drafter { model: Box::new(model), tokens, num_tokens: VOCAB, weight_bytes: 0 };
         crate::load::Network { drafter: Some(drafter), ..fake::network() }
     };
-    let speculate = SpeculateConfig { method: "mtp".into(), max_draft_token_num: DRAFTS, ..SpeculateConfig::default() };
+    let speculate = SpeculateConfig { method: "mtp".into(), max_draft_token_num: DRAFTS, adaptive: false, ..SpeculateConfig::default() };
     (Engine::new(rank(WorkerConfig { speculate, ..small() }, network, None)), torn)
 }
 

@@ -200,7 +200,12 @@ fn a_real_model_gives_the_same_bits_in_chunks_in_company_and_with_drafts() {
     let alone = engine(dir.path(), |_| {}).serve(&jobs, Schedule::alone());
     let mut plain = engine(dir.path(), |_| {});
     assert_eq!(plain.serve(&jobs, Schedule::together()), alone);
-    let drafts = SpeculateConfig { method: "ngram".into(), max_draft_token_num: 4, max_ngram_size: 2 };
+    let drafts = SpeculateConfig {
+        method: "ngram".into(),
+        max_draft_token_num: 4,
+        max_ngram_size: 2,
+        ..SpeculateConfig::default()
+    };
     let mut drafting = engine(dir.path(), |config| config.speculate = drafts);
     assert_eq!(drafting.serve(&jobs, Schedule::together()), alone);
     for seed in 0..3 {
@@ -208,6 +213,88 @@ fn a_real_model_gives_the_same_bits_in_chunks_in_company_and_with_drafts() {
         assert_eq!(drafting.serve(&jobs, Schedule::wild(seed)), alone, "seed {seed}, with drafts");
     }
     assert!(drafting.num_held > 0);
+}
+
+/// Writes an MTP module for the base in `base`, whose first layer it has with other numbers in front.
+fn draft_checkpoint(dir: &Path, base: &Path, seed: u64) {
+    std::fs::copy(base.join("config.json"), dir.join("config.json")).unwrap();
+    let mut rng = StdRng::seed_from_u64(seed);
+    let own = [
+        ("enorm", vec![HIDDEN]),
+        ("hnorm", vec![HIDDEN]),
+        ("shared_head.norm", vec![HIDDEN]),
+        ("eh_proj", vec![HIDDEN, 2 * HIDDEN]),
+    ];
+    let of_layer = shapes().into_iter().filter_map(|(name, shape)| {
+        let name = name.strip_prefix("model.layers.1.")?.strip_suffix(".weight")?.to_owned();
+        Some((name, shape))
+    });
+    let stored: Vec<(String, Vec<usize>, Vec<u8>)> = own
+        .map(|(name, shape)| (name.to_owned(), shape))
+        .into_iter()
+        .chain(of_layer)
+        .map(|(name, shape)| {
+            let spread = if name.contains("norm") { 0.5..1.5 } else { -0.5..0.5f32 };
+            let values = (0..shape.iter().product()).map(|_| bf16::from_f32(rng.random_range(spread.clone())));
+            let bytes = values.flat_map(bf16::to_le_bytes).collect();
+            (format!("model.layers.{LAYERS}.{name}.weight"), shape, bytes)
+        })
+        .collect();
+    let views = stored
+        .iter()
+        .map(|(name, shape, bytes)| (name.clone(), TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, &dir.join("model.safetensors")).unwrap();
+}
+
+#[test]
+fn a_real_model_gives_the_same_bits_with_a_draft_model() {
+    let (dir, draft) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    checkpoint(dir.path(), 2);
+    draft_checkpoint(draft.path(), dir.path(), 5);
+    let jobs = jobs();
+    let alone = engine(dir.path(), |_| {}).serve(&jobs, Schedule::alone());
+    for (adaptive, quant) in [(false, None), (false, Some("weight_only_int8")), (true, None)] {
+        let speculate = SpeculateConfig {
+            method: "mtp".into(),
+            max_draft_token_num: 3,
+            adaptive,
+            draft_dir: Some(draft.path().into()),
+            draft_quant_type: quant.map(str::to_owned),
+            ..SpeculateConfig::default()
+        };
+        let mut drafting = engine(dir.path(), |config| config.speculate = speculate);
+        assert_eq!(drafting.serve(&jobs, Schedule::together()), alone);
+        for seed in 0..5 {
+            assert_eq!(drafting.serve(&jobs, Schedule::wild(seed)), alone, "seed {seed}");
+        }
+        assert!(adaptive || drafting.num_drafts > 0);
+    }
+}
+
+#[test]
+fn a_draft_that_cannot_be_used_says_what_to_do() {
+    let (dir, draft) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    checkpoint(dir.path(), 2);
+    let refused = |draft_dir: Option<&Path>| {
+        let draft_dir = draft_dir.map(Into::into);
+        let speculate = SpeculateConfig { method: "mtp".into(), draft_dir, ..SpeculateConfig::default() };
+        let config = WorkerConfig { model_dir: dir.path().into(), block_size: 16, speculate, ..small() };
+        let error = spawn(config, Box::new(|_| {})).map(|_| ()).unwrap_err();
+        crate::error::chain(&error).replace(&draft.path().display().to_string(), "DRAFT")
+    };
+    assert_eq!(
+        refused(None),
+        "speculate_method is mtp, must be none without a draft: draft_model_name_or_path names none, and the checkpoint has none in it"
+    );
+    let without = "the draft model cannot be used; speculate_method none serves without it";
+    assert_eq!(refused(Some(draft.path())), format!("{without}: cannot read DRAFT/config.json: No such file or directory (os error 2)"));
+    draft_checkpoint(draft.path(), dir.path(), 5);
+    let config = std::fs::read_to_string(dir.path().join("config.json")).unwrap();
+    std::fs::write(draft.path().join("config.json"), config.replace("\"vocab_size\":101", "\"vocab_size\":102")).unwrap();
+    assert_eq!(
+        refused(Some(draft.path())),
+        format!("{without}: draft DRAFT: vocab_size is 102, the base has 101: it is a draft for another model")
+    );
 }
 
 #[test]

@@ -207,13 +207,23 @@ fn add_usage(sum: &mut Usage, usage: &Usage) {
     sum.prompt_tokens += usage.prompt_tokens;
     sum.output_tokens += usage.output_tokens;
     sum.cached_tokens += usage.cached_tokens;
+    sum.drafts_verified += usage.drafts_verified;
+    sum.drafts_accepted += usage.drafts_accepted;
 }
 
 fn usage_json(usage: &Usage) -> Value {
-    json!({
+    let mut json = json!({
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    })
+    });
+    // OpenAI's fields for predicted outputs.
+    if usage.drafts_verified > 0 {
+        json["completion_tokens_details"] = json!({
+            "accepted_prediction_tokens": usage.drafts_accepted,
+            "rejected_prediction_tokens": usage.drafts_verified - usage.drafts_accepted,
+        });
+    }
+    json
 }

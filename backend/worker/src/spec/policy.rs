@@ -1,0 +1,212 @@
+//! How many drafts pay, measured while running.
+//!
+//! With b sequences and k drafts each, a step takes T(b (1 + k)) and the drafts P(b, k), and E(k) tokens a sequence come of it; without
+//! drafts it takes T(b) for one. What was not measured yet is guessed from what was; a guess is tried if it is not clearly bad. Where
+//! drafts are made, one step in [`PLAIN_EVERY`] goes without them, so that T(b) is known.
+//!
+//! Times are a rank's own: ranks that share a model must be told what to do by one of them.
+
+use std::time::Duration;
+
+/// More drafts than anyone makes.
+pub(crate) const MAX_DRAFTS: usize = 8;
+
+/// Tokens of a step up to which its time is kept.
+const MAX_TOKENS: usize = 64;
+
+/// Weight of the newest measurement.
+const NEWEST: f32 = 0.2;
+/// And of the newest draft, of which there are more.
+const NEWEST_DRAFT: f32 = 0.05;
+
+/// Drafting steps between two without drafts; the first comes sooner.
+const PLAIN_EVERY: u32 = 64;
+const FIRST_PLAIN: u32 = 6;
+
+/// Steps after which what did not pay is tried again.
+const FORGET_AFTER: u32 = 4096;
+
+/// A guess must promise this much of the speed without drafts, what was measured all of it.
+const WORTH_A_TRY: f32 = 0.95;
+
+/// Share of drafts that hold before any was seen.
+const HOLDS: f32 = 0.7;
+
+pub(crate) struct Policy {
+    max_drafts: usize,
+    /// Without it, always as many as allowed.
+    adaptive: bool,
+    /// What a token adds to a step, as a share of a step of one token.
+    token_share: f32,
+    /// T, by tokens.
+    steps: [Option<f32>; MAX_TOKENS + 1],
+    /// P, by sequences and drafts.
+    proposals: Vec<[Option<f32>; MAX_DRAFTS + 1]>,
+    /// How often the drafts up to this one held, of all sequences: the start of a new one.
+    holds: Holds,
+    until_plain: u32,
+    until_forgotten: u32,
+}
+
+/// By a draft's place, how often it and all before it held.
+pub(crate) type Holds = [f32; MAX_DRAFTS];
+
+impl Policy {
+    /// `token_share` is about 0.4 where multiplying costs most, on a CPU, and next to nothing where reading weights does.
+    pub fn new(max_drafts: usize, adaptive: bool, token_share: f32) -> Self {
+        let mut holds = [0.0; MAX_DRAFTS];
+        let mut share = 1.0;
+        for held in &mut holds {
+            share *= HOLDS;
+            *held = share;
+        }
+        Policy {
+            max_drafts,
+            adaptive,
+            token_share,
+            steps: [None; MAX_TOKENS + 1],
+            proposals: vec![[None; MAX_DRAFTS + 1]; MAX_TOKENS + 1],
+            holds,
+            until_plain: FIRST_PLAIN,
+            until_forgotten: FORGET_AFTER,
+        }
+    }
+
+    /// What a new sequence is believed to be like.
+    pub fn holds(&self) -> Holds {
+        self.holds
+    }
+
+    /// Of `num_drafts` drafts of a sequence, `num_held` held.
+    pub fn learn_held(&mut self, of: &mut Holds, num_drafts: usize, num_held: usize) {
+        for at in 0..num_drafts.min(MAX_DRAFTS) {
+            let now = f32::from(u8::from(at < num_held));
+            self.holds[at] += NEWEST_DRAFT / 4.0 * (now - self.holds[at]);
+            of[at] += NEWEST_DRAFT * (now - of[at]);
+        }
+    }
+
+    /// A step of so many tokens, none of them of prompts, took this long.
+    pub fn learn_step(&mut self, num_tokens: usize, took: Duration) {
+        if let Some(time) = self.steps.get_mut(num_tokens) {
+            average(time, took);
+        }
+        self.until_forgotten -= 1;
+        if self.until_forgotten == 0 {
+            self.until_forgotten = FORGET_AFTER;
+            self.steps = [None; MAX_TOKENS + 1];
+        }
+    }
+
+    /// Making `num_drafts` drafts for each of `num_seqs` sequences took this long.
+    pub fn learn_proposal(&mut self, num_seqs: usize, num_drafts: usize, took: Duration) {
+        if let Some(times) = self.proposals.get_mut(num_seqs) {
+            average(&mut times[num_drafts.min(MAX_DRAFTS)], took);
+        }
+    }
+
+    /// Drafts for each of `num_seqs` sequences that are like `holds`; `None`: drafts do not pay.
+    pub fn drafts(&mut self, num_seqs: usize, holds: &Holds) -> Option<usize> {
+        if !self.adaptive {
+            return Some(self.max_drafts);
+        }
+        let by_gain = |k: &usize, other: &usize| self.gain(num_seqs, *k, holds).0.total_cmp(&self.gain(num_seqs, *other, holds).0);
+        let best = (1..=self.max_drafts).max_by(by_gain)?;
+        let (gain, is_measured) = self.gain(num_seqs, best, holds);
+        if gain < if is_measured { 1.0 } else { WORTH_A_TRY } {
+            return None;
+        }
+        self.until_plain -= 1;
+        if self.until_plain == 0 {
+            self.until_plain = PLAIN_EVERY;
+            return Some(0);
+        }
+        Some(best)
+    }
+
+    /// Speed with drafts as a multiple of that without, and whether it was measured.
+    fn gain(&self, num_seqs: usize, num_drafts: usize, holds: &Holds) -> (f32, bool) {
+        let tokens_each = 1.0 + holds[..num_drafts].iter().sum::<f32>();
+        let (plain, verify) = (self.step(num_seqs), self.step(num_seqs * (1 + num_drafts)));
+        let measured = self.proposals.get(num_seqs).and_then(|times| times[num_drafts]);
+        // A small model's pass for each draft.
+        let propose = measured.unwrap_or(plain.0 * 0.08 * num_drafts as f32);
+        (tokens_each * plain.0 / (verify.0 + propose), plain.1 && verify.1 && measured.is_some())
+    }
+
+    /// Seconds of a step, and whether they were measured.
+    fn step(&self, num_tokens: usize) -> (f32, bool) {
+        if let Some(time) = self.steps.get(num_tokens).copied().flatten() {
+            return (time, true);
+        }
+        let shape = |num_tokens: usize| 1.0 + self.token_share * (num_tokens as f32 - 1.0);
+        let known = (0..).zip(&self.steps).filter_map(|(tokens, time)| Some((tokens, (*time)?)));
+        let nearest = known.min_by_key(|(tokens, _): &(usize, f32)| tokens.abs_diff(num_tokens));
+        let one = nearest.map_or(1.0, |(tokens, time)| time / shape(tokens));
+        (one * shape(num_tokens), false)
+    }
+}
+
+fn average(mean: &mut Option<f32>, newest: Duration) {
+    let newest = newest.as_secs_f32();
+    *mean = Some(mean.map_or(newest, |mean| mean + NEWEST * (newest - mean)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MILLI: Duration = Duration::from_millis(1);
+
+    /// Runs steps that cost what `step` and `propose` say, in milliseconds, with drafts of which a share holds. How many of the last
+    /// hundred steps had how many drafts, by number.
+    fn settled(num_seqs: usize, held: f32, step: impl Fn(usize) -> u32, propose: u32) -> Vec<usize> {
+        let mut policy = Policy::new(3, true, 0.4);
+        let mut holds = policy.holds();
+        let mut counts = vec![0; 4];
+        let mut dice = 0u32;
+        for number in 0..400 {
+            let drafts = policy.drafts(num_seqs, &holds);
+            let k = drafts.unwrap_or(0);
+            let mut num_held = 0;
+            while num_held < k {
+                dice = dice.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                if (dice >> 8) as f32 / (1 << 24) as f32 >= held {
+                    break;
+                }
+                num_held += 1;
+            }
+            policy.learn_step(num_seqs * (1 + k), MILLI * step(num_seqs * (1 + k)));
+            if drafts.is_some() {
+                policy.learn_proposal(num_seqs, k, MILLI * propose * k as u32);
+            }
+            policy.learn_held(&mut holds, k, num_held);
+            if number >= 300 {
+                counts[k] += 1;
+            }
+        }
+        counts
+    }
+
+    #[test]
+    fn drafts_are_made_where_they_pay_and_only_there() {
+        let flat = |tokens: usize| 100 + tokens as u32;
+        let counts = settled(1, 0.8, flat, 5);
+        assert!(counts[3] >= 98, "reading weights costs all: {counts:?}");
+        let steep = |tokens: usize| 20 + 80 * tokens as u32;
+        assert_eq!(settled(1, 0.5, steep, 5)[0], 100, "every token costs");
+        assert_eq!(settled(8, 0.5, steep, 5)[0], 100);
+        let between = |tokens: usize| 70 + 30 * tokens as u32;
+        let counts = settled(1, 0.75, between, 5);
+        assert!(counts[0] <= 2, "it pays a little: {counts:?}");
+        assert_eq!(settled(1, 0.1, between, 5)[0], 100, "nothing holds");
+    }
+
+    #[test]
+    fn without_adapting_there_are_always_as_many_as_allowed() {
+        let mut policy = Policy::new(3, false, 0.4);
+        policy.learn_step(1, MILLI);
+        policy.learn_step(4, 100 * MILLI);
+        assert!((0..200).all(|_| policy.drafts(1, &[0.0; MAX_DRAFTS]) == Some(3)));
+    }
+}
