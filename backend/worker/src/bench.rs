@@ -15,6 +15,7 @@ use crate::config::{DeviceKind, WorkerConfig};
 use crate::error::{Result, WorkerError};
 use crate::load::{Progress, load};
 use crate::runner::Runner;
+use crate::spec::SpeculateConfig;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -86,6 +87,8 @@ impl Default for BenchConfig {
 pub fn run(config: &BenchConfig, progress: &(dyn Fn(Progress) + Send)) -> Result<BenchReport> {
     let started = Instant::now();
     let mut worker = config.worker.clone();
+    // Of random tokens no draft holds.
+    worker.speculate = SpeculateConfig::default();
     let largest = config.decode_batches.iter().copied().max().unwrap_or(1);
     worker.max_num_seqs = worker.max_num_seqs.max(largest);
     worker.max_num_batched_tokens = worker.max_num_batched_tokens.max(worker.max_num_seqs);

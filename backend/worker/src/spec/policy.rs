@@ -128,9 +128,15 @@ impl Policy {
     fn gain(&self, num_seqs: usize, num_drafts: usize, holds: &Holds) -> (f32, bool) {
         let tokens_each = 1.0 + holds[..num_drafts].iter().sum::<f32>();
         let (plain, verify) = (self.step(num_seqs), self.step(num_seqs * (1 + num_drafts)));
-        let measured = self.proposals.get(num_seqs).and_then(|times| times[num_drafts]);
-        // A small model's pass for each draft.
-        let propose = measured.unwrap_or(plain.0 * 0.08 * num_drafts as f32);
+        let times = self.proposals.get(num_seqs);
+        let measured = times.and_then(|times| times[num_drafts]);
+        let propose = measured.unwrap_or_else(|| {
+            let known = (0..).zip(times.into_iter().flatten()).filter_map(|(drafts, time)| Some((drafts, (*time)?)));
+            let nearest = known.filter(|(drafts, _)| *drafts > 0).min_by_key(|(drafts, _): &(usize, f32)| drafts.abs_diff(num_drafts));
+            // A small model's pass for each draft.
+            let each = nearest.map_or(plain.0 * 0.08, |(drafts, time)| time / drafts as f32);
+            each * num_drafts as f32
+        });
         (tokens_each * plain.0 / (verify.0 + propose), plain.1 && verify.1 && measured.is_some())
     }
 
@@ -139,11 +145,17 @@ impl Policy {
         if let Some(time) = self.steps.get(num_tokens).copied().flatten() {
             return (time, true);
         }
-        let shape = |num_tokens: usize| 1.0 + self.token_share * (num_tokens as f32 - 1.0);
-        let known = (0..).zip(&self.steps).filter_map(|(tokens, time)| Some((tokens, (*time)?)));
-        let nearest = known.min_by_key(|(tokens, _): &(usize, f32)| tokens.abs_diff(num_tokens));
-        let one = nearest.map_or(1.0, |(tokens, time)| time / shape(tokens));
-        (one * shape(num_tokens), false)
+        let known = || (0..).zip(&self.steps).filter_map(|(tokens, time)| Some((tokens, (*time)?)));
+        let Some((nearest, time)) = known().min_by_key(|(tokens, _): &(usize, f32)| tokens.abs_diff(num_tokens)) else {
+            return (1.0 + self.token_share * (num_tokens as f32 - 1.0), false);
+        };
+        // What a token adds: as the shortest and the longest known say, or as believed.
+        let [first, last] = [known().next(), known().next_back()].map(|end| end.unwrap_or((nearest, time)));
+        let slope = match last.0 - first.0 {
+            0 => time * self.token_share / (1.0 + self.token_share * (nearest as f32 - 1.0)),
+            between => (last.1 - first.1).max(0.0) / between as f32,
+        };
+        ((time + slope * (num_tokens as f32 - nearest as f32)).max(time / 4.0), false)
     }
 }
 

@@ -172,7 +172,7 @@ fn drafts_that_were_wrong_leave_nothing_behind() {
             }
         }
         assert_eq!(engine.num_steps, steps, "wrong once in {wrong_every}");
-        for seed in 0..20 {
+        for seed in 0..8 {
             assert_eq!(engine.serve(&jobs, Schedule::wild(seed)), plain, "seed {seed}");
         }
         assert_eq!(torn.load(Relaxed), 0, "wrong once in {wrong_every}");
