@@ -245,7 +245,10 @@ mod tests {
         }
         let stats = shared.read();
         assert_eq!((stats.drafts_verified, stats.drafts_accepted, stats.draft_rows), (8, 4, 3));
-        assert_eq!((stats.verified_at[..4].to_vec(), stats.accepted_at[..4].to_vec()), (vec![3, 3, 2, 0], vec![2, 1, 1, 0]));
+        assert_eq!(
+            (stats.verified_at[..4].to_vec(), stats.accepted_at[..4].to_vec()),
+            (vec![3, 3, 2, 0], vec![2, 1, 1, 0])
+        );
     }
 
     #[test]

@@ -137,8 +137,13 @@ mod tests {
         };
         let before = first_block(&cache);
         cache.copy_blocks(&[(0, 2), (1, 0), (2, 1)]).unwrap();
-        let now_in_1: Vec<Vec<f32>> =
-            cache.layers.iter().flatten().chain([&cache.last_hidden]).map(|t| t.rows(1..2).as_slice().to_vec()).collect();
+        let now_in_1: Vec<Vec<f32>> = cache
+            .layers
+            .iter()
+            .flatten()
+            .chain([&cache.last_hidden])
+            .map(|t| t.rows(1..2).as_slice().to_vec())
+            .collect();
         assert_eq!(now_in_1, before);
         assert_ne!(first_block(&cache), before);
         assert_eq!(cache.copy_blocks(&[(0, 3)]).unwrap_err().to_string(), "KV block is 3, below 3 is possible");

@@ -149,12 +149,8 @@ impl Rig {
         let loaded = crate::load(dir, options).unwrap();
         let longest = loaded.config.max_position_embeddings;
         let num_blocks = longest.div_ceil(BLOCK_SIZE);
-        let layout = KvLayout {
-            layers: loaded.model.kv_layers(),
-            last_hidden: 0,
-            block_size: BLOCK_SIZE,
-            dtype: options.dtype,
-        };
+        let layout =
+            KvLayout { layers: loaded.model.kv_layers(), last_hidden: 0, block_size: BLOCK_SIZE, dtype: options.dtype };
         let kv = KvCache::new(&options.device, layout, num_blocks).unwrap();
         let limits =
             BatchLimits { max_tokens, max_seqs: 1, max_blocks_per_seq: num_blocks, max_logit_rows: max_tokens };

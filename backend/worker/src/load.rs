@@ -118,7 +118,8 @@ fn drafter(config: &WorkerConfig, loaded: &Loaded, options: LoadOptions<'_>) -> 
     let quant = speculate.draft_quant_type.clone().map(QuantType::from);
     let draft = load_draft(dir, base, &LoadOptions { quant, ..options }).map_err(|error| match error {
         ModelError::NoMtp { .. } if speculate.draft_dir.is_none() => {
-            let must = "none without a draft: draft_model_name_or_path names none, and the checkpoint has none in it".into();
+            let must =
+                "none without a draft: draft_model_name_or_path names none, and the checkpoint has none in it".into();
             WorkerError::Setting { field: "speculate_method", got: "mtp".into(), must }
         }
         error => WorkerError::Draft(error),
@@ -126,7 +127,8 @@ fn drafter(config: &WorkerConfig, loaded: &Loaded, options: LoadOptions<'_>) -> 
     let num_tokens = draft.tokens.as_ref().map_or(draft.config.vocab_size, Vec::len);
     let longest = config.max_model_len.map_or(loaded.config.max_position_embeddings, |len| len as usize);
     if draft.config.max_position_embeddings < longest {
-        let (got, must) = (longest.to_string(), format!("at most the draft's {}", draft.config.max_position_embeddings));
+        let (got, must) =
+            (longest.to_string(), format!("at most the draft's {}", draft.config.max_position_embeddings));
         return Err(WorkerError::Setting { field: "max_model_len", got, must });
     }
     Ok(Drafter { model: draft.model, tokens: draft.tokens, num_tokens, weight_bytes: draft.weight_bytes as u64 })

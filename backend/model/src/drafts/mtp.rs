@@ -11,7 +11,7 @@ use super::naming::Names;
 use crate::error::{ModelError, Result};
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
-use crate::layers::{Embedding, LmHead, Linear, RmsNorm};
+use crate::layers::{Embedding, Linear, LmHead, RmsNorm};
 use crate::models::{DecoderLayer, Ends, Model, StepSize, tensor_bytes};
 use crate::quant::Part;
 use crate::weights::{Loader, Shard};

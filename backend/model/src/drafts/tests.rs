@@ -58,8 +58,11 @@ impl Pair {
         let (base, draft) = (self.base.write(), self.draft.write());
         let base = crate::load(base.path(), &LoadOptions::default()).unwrap();
         let said = |dir: &TempDir| {
-            let loaded = load_draft(dir.path(), Base { model: &*base.model, config: &base.config }, &LoadOptions::default());
-            loaded.err().map_or("loaded".into(), |err| err.to_string().replace(&dir.path().display().to_string(), "DIR"))
+            let loaded =
+                load_draft(dir.path(), Base { model: &*base.model, config: &base.config }, &LoadOptions::default());
+            loaded
+                .err()
+                .map_or("loaded".into(), |err| err.to_string().replace(&dir.path().display().to_string(), "DIR"))
         };
         said(&draft)
     }
@@ -160,10 +163,9 @@ fn paddle_names_and_turned_weights_are_the_same_module() {
     own.draft.tensors.insert("model.layers.2.shared_head.head.weight".into(), table.clone());
     assert_eq!(own.logits(&[24], "none"), want);
     let half: Vec<f32> = values.iter().map(|v| v * 0.5).collect();
-    own.draft.tensors.insert(
-        "model.layers.2.shared_head.head.weight".into(),
-        Stored::floats(Dtype::F32, &table.shape, &half),
-    );
+    own.draft
+        .tensors
+        .insert("model.layers.2.shared_head.head.weight".into(), Stored::floats(Dtype::F32, &table.shape, &half));
     assert_eq!(own.logits(&[24], "none"), want.iter().map(|logit| logit * 0.5).collect::<Vec<_>>());
 }
 

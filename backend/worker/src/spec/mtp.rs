@@ -347,8 +347,7 @@ impl Proposer for Mtp {
         self.plan(step);
         let num_chains = self.chains.len();
         let num_tokens = self.pass.token_ids.len();
-        let (workspace, (_, width), dtype) =
-            (step.forward.workspace, step.hidden.rows_cols(), step.hidden.dtype());
+        let (workspace, (_, width), dtype) = (step.forward.workspace, step.hidden.rows_cols(), step.hidden.dtype());
         let mut hidden = workspace.take([self.chains.len(), width], dtype)?;
         if num_tokens > 0 {
             let mut input = workspace.take([num_tokens, width], dtype)?;

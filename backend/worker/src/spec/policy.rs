@@ -110,7 +110,9 @@ impl Policy {
         if !self.adaptive {
             return Some(self.max_drafts);
         }
-        let by_gain = |k: &usize, other: &usize| self.gain(num_seqs, *k, holds).0.total_cmp(&self.gain(num_seqs, *other, holds).0);
+        let by_gain = |k: &usize, other: &usize| {
+            self.gain(num_seqs, *k, holds).0.total_cmp(&self.gain(num_seqs, *other, holds).0)
+        };
         let best = (1..=self.max_drafts).max_by(by_gain)?;
         let (gain, is_measured) = self.gain(num_seqs, best, holds);
         if gain < if is_measured { 1.0 } else { WORTH_A_TRY } {
@@ -132,7 +134,9 @@ impl Policy {
         let measured = times.and_then(|times| times[num_drafts]);
         let propose = measured.unwrap_or_else(|| {
             let known = (0..).zip(times.into_iter().flatten()).filter_map(|(drafts, time)| Some((drafts, (*time)?)));
-            let nearest = known.filter(|(drafts, _)| *drafts > 0).min_by_key(|(drafts, _): &(usize, f32)| drafts.abs_diff(num_drafts));
+            let nearest = known
+                .filter(|(drafts, _)| *drafts > 0)
+                .min_by_key(|(drafts, _): &(usize, f32)| drafts.abs_diff(num_drafts));
             // A small model's pass for each draft.
             let each = nearest.map_or(plain.0 * 0.08, |(drafts, time)| time / drafts as f32);
             each * num_drafts as f32
@@ -150,7 +154,7 @@ impl Policy {
             return (1.0 + self.token_share * (num_tokens as f32 - 1.0), false);
         };
         // What a token adds: as the shortest and the longest known say, or as believed.
-        let [first, last] = [known().next(), known().next_back()].map(|end| end.unwrap_or((nearest, time)));
+        let [first, last] = [known().next(), known().last()].map(|end| end.unwrap_or((nearest, time)));
         let slope = match last.0 - first.0 {
             0 => time * self.token_share / (1.0 + self.token_share * (nearest as f32 - 1.0)),
             between => (last.1 - first.1).max(0.0) / between as f32,

@@ -53,9 +53,8 @@ impl Model for FakeDrafter {
         let (_, width) = ragged.block_tables.rows_cols();
         for (seq, bounds) in ragged.cu_tokens.as_slice::<i32>().windows(2).enumerate() {
             let table = &ragged.block_tables.as_slice::<i32>()[seq * width..(seq + 1) * width];
-            let place = |position: usize| {
-                HIDDEN * (table[position / block_size] as usize * block_size + position % block_size)
-            };
+            let place =
+                |position: usize| HIDDEN * (table[position / block_size] as usize * block_size + position % block_size);
             let rows = bounds[0] as usize..bounds[1] as usize;
             for row in rows.clone() {
                 let at = place(positions[row] as usize);
@@ -120,7 +119,12 @@ fn drafting_engine(wrong_every: u64) -> (Engine, Arc<AtomicUsize>) {
         let drafter = Drafter { model: Box::new(model), tokens, num_tokens: VOCAB, weight_bytes: 0 };
         crate::load::Network { drafter: Some(drafter), ..fake::network() }
     };
-    let speculate = SpeculateConfig { method: "mtp".into(), max_draft_token_num: DRAFTS, adaptive: false, ..SpeculateConfig::default() };
+    let speculate = SpeculateConfig {
+        method: "mtp".into(),
+        max_draft_token_num: DRAFTS,
+        adaptive: false,
+        ..SpeculateConfig::default()
+    };
     (Engine::new(rank(WorkerConfig { speculate, ..small() }, network, None)), torn)
 }
 
@@ -217,7 +221,12 @@ fn row(slot: u32, num_tokens: u32, num_drafts: u32, new_blocks: &[u32]) -> Row {
 fn blocks_that_are_found_again_go_on_with_their_entries() {
     let (mut engine, torn) = drafting_engine(0);
     let prompt: Vec<TokenId> = (20..34).collect();
-    let first = Step { id: 1, admit: vec![admit(0, &prompt, 0, &[0, 1, 2, 3, 4, 5])], rows: vec![row(0, 14, 0, &[])], ..Step::default() };
+    let first = Step {
+        id: 1,
+        admit: vec![admit(0, &prompt, 0, &[0, 1, 2, 3, 4, 5])],
+        rows: vec![row(0, 14, 0, &[])],
+        ..Step::default()
+    };
     let mut text = prompt.clone();
     text.extend(&engine.step(&first)[0].accepted);
     let second = Step { id: 2, rows: vec![row(0, 4, 3, &[])], ..Step::default() };
@@ -249,7 +258,8 @@ fn what_ended_leaves_whole_blocks_too() {
     let result = engine.step(&Step { id: 1, admit: vec![ends], rows: vec![row(0, 7, 0, &[])], ..Step::default() });
     assert!(result[0].ended.is_some());
     let next = admit(1, &[&prompt[..], &[50, 51]].concat(), 4, &[0, 10, 11, 12, 13]);
-    let step = Step { id: 2, release: vec![Slot(0)], admit: vec![next], rows: vec![row(1, 5, 0, &[])], ..Step::default() };
+    let step =
+        Step { id: 2, release: vec![Slot(0)], admit: vec![next], rows: vec![row(1, 5, 0, &[])], ..Step::default() };
     engine.step(&step);
     assert_eq!(engine.step(&Step { id: 3, rows: vec![row(1, 4, 3, &[])], ..Step::default() })[0].accepted.len(), 4);
     assert_eq!(torn.load(Relaxed), 0);

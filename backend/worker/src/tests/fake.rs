@@ -17,7 +17,14 @@ pub(crate) const POISON: TokenId = 13;
 pub(crate) struct FakeModel;
 
 pub(crate) fn network() -> Network {
-    Network { model: Box::new(FakeModel), vocab_size: VOCAB, hidden: HIDDEN, context: CONTEXT, weight_bytes: 0, drafter: None }
+    Network {
+        model: Box::new(FakeModel),
+        vocab_size: VOCAB,
+        hidden: HIDDEN,
+        context: CONTEXT,
+        weight_bytes: 0,
+        drafter: None,
+    }
 }
 
 /// The hash of a history.

@@ -287,10 +287,14 @@ fn a_draft_that_cannot_be_used_says_what_to_do() {
         "speculate_method is mtp, must be none without a draft: draft_model_name_or_path names none, and the checkpoint has none in it"
     );
     let without = "the draft model cannot be used; speculate_method none serves without it";
-    assert_eq!(refused(Some(draft.path())), format!("{without}: cannot read DRAFT/config.json: No such file or directory (os error 2)"));
+    assert_eq!(
+        refused(Some(draft.path())),
+        format!("{without}: cannot read DRAFT/config.json: No such file or directory (os error 2)")
+    );
     draft_checkpoint(draft.path(), dir.path(), 5);
     let config = std::fs::read_to_string(dir.path().join("config.json")).unwrap();
-    std::fs::write(draft.path().join("config.json"), config.replace("\"vocab_size\":101", "\"vocab_size\":102")).unwrap();
+    std::fs::write(draft.path().join("config.json"), config.replace("\"vocab_size\":101", "\"vocab_size\":102"))
+        .unwrap();
     assert_eq!(
         refused(Some(draft.path())),
         format!("{without}: draft DRAFT: vocab_size is 102, the base has 101: it is a draft for another model")

@@ -38,8 +38,7 @@ pub(super) fn attention<T: Float, C: Float>(
             for head in 0..heads.num_heads {
                 let q = &qkv.as_slice::<T>()[token * heads.qkv_cols() + head * dim..][..dim];
                 let q: Vec<f32> = q.iter().map(|q| q.to_f32() * scale).collect();
-                let cache =
-                    Cache::<C> {
+                let cache = Cache::<C> {
                     k: k.as_slice(),
                     v: v.as_slice(),
                     seq,

@@ -193,8 +193,9 @@ fn every_level_gives_the_bits_of_the_reference() {
                             };
                             run(q, k, v, ragged, heads, first, scale, y, space, level, threads).unwrap();
                         });
-                        let label =
-                            format!("{heads:?}, block size {block_size}, {dtype}, cache {cache}, {level:?}, {threads}, {first:?}");
+                        let label = format!(
+                            "{heads:?}, block size {block_size}, {dtype}, cache {cache}, {level:?}, {threads}, {first:?}"
+                        );
                         assert_same(&got, &want, &label);
                     }
                 }
