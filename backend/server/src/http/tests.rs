@@ -162,6 +162,10 @@ async fn generate_answers_flat_json() {
     let all = door.post("/v2/models/llm/versions/1/generate", all).await.json();
     assert_eq!((&all["finish_reason"], &all["num_output_tokens"]), (&json!("stop"), &json!(7)));
     assert_eq!(all["warnings"], json!(["max_token: no such parameter; did you mean max_tokens?"]));
+    let drafts =
+        door.post("/v2/models/llm/generate", json!({"text_input": "a", "return_acceptance": true})).await.json();
+    assert_eq!((&drafts["acceptance_rate"], &drafts["total_draft_tokens"]), (&json!(0.0), &json!(0)), "none were made");
+    assert_eq!((&drafts["total_accepted_draft_tokens"], &all["acceptance_rate"]), (&json!(0), &json!(null)));
 }
 
 #[tokio::test]
