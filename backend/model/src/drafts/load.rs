@@ -36,7 +36,8 @@ pub struct Draft {
 /// # Errors
 /// `OtherBase` if it is for another model, `NoMtp` if it is none, and as [`load`](crate::load).
 pub fn load_draft(dir: &Path, base: Base<'_>, options: &LoadOptions<'_>) -> Result<Draft> {
-    let config = ModelConfig::from_dir(dir)?;
+    let mut config = ModelConfig::from_dir(dir)?;
+    config.limit_positions(options.max_positions);
     for (key, got, want) in [
         ("vocab_size", config.vocab_size, base.config.vocab_size),
         ("hidden_size", config.hidden_size, base.config.hidden_size),

@@ -26,6 +26,9 @@ const FIRST_PLAIN: u32 = 6;
 /// Steps after which what did not pay is tried again.
 const FORGET_AFTER: u32 = 4096;
 
+/// Steps without drafts before they are given up.
+const PATIENCE: u32 = 12;
+
 /// A guess must promise this much of the speed without drafts, what was measured all of it.
 const WORTH_A_TRY: f32 = 0.95;
 
@@ -46,6 +49,8 @@ pub(crate) struct Policy {
     holds: Holds,
     until_plain: u32,
     until_forgotten: u32,
+    /// Steps that drafts may yet seem not to pay before they are given up.
+    patience: u32,
 }
 
 /// By a draft's place, how often it and all before it held.
@@ -69,6 +74,7 @@ impl Policy {
             holds,
             until_plain: FIRST_PLAIN,
             until_forgotten: FORGET_AFTER,
+            patience: PATIENCE,
         }
     }
 
@@ -115,9 +121,15 @@ impl Policy {
         };
         let best = (1..=self.max_drafts).max_by(by_gain)?;
         let (gain, is_measured) = self.gain(num_seqs, best, holds);
-        if gain < if is_measured { 1.0 } else { WORTH_A_TRY } {
+        if !is_measured && gain < WORTH_A_TRY {
             return None;
         }
+        if is_measured && gain < 1.0 {
+            // One step may have been slow by chance; those without drafts in between tell how long they take.
+            self.patience = self.patience.saturating_sub(1);
+            return (self.patience > 0).then_some(0);
+        }
+        self.patience = PATIENCE;
         self.until_plain -= 1;
         if self.until_plain == 0 {
             self.until_plain = PLAIN_EVERY;
