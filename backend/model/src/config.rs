@@ -459,7 +459,7 @@ mod tests {
     fn broken_json_says_where() {
         use std::error::Error;
         let err = ModelConfig::parse("{\n  \"vocab_size\": \"many\"}", PathBuf::from("m/config.json")).unwrap_err();
-        assert_eq!(err.to_string(), "m/config.json is not valid JSON for its purpose");
+        assert_eq!(err.to_string(), "m/config.json, vocab_size is not valid JSON for its purpose");
         assert!(err.source().unwrap().to_string().contains("line 2"));
     }
 }
