@@ -7,8 +7,8 @@ use drafthorse_control::Ready;
 use drafthorse_kernels::device::Stopwatch;
 use drafthorse_kernels::{DType, Device, Solo, Workspace, pool};
 use drafthorse_model::{
-    Base, Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Loaded, Model, ModelConfig, ModelError, QuantType,
-    StepSize, load_draft,
+    Base, Batch, BatchLimits, KvCache, KvLayout, LoadOptions, LoadProgress, Loaded, Model, ModelConfig, ModelError,
+    QuantType, StepSize, load_draft,
 };
 use tracing::warn;
 
