@@ -21,13 +21,12 @@ use serde_json::Value;
 struct Bar {
     name: &'static str,
     quant: Option<QuantType>,
-    /// Of positions, those that pick the same token or one within [`NEAR_TIE`] of it.
     min_top1: f64,
     max_kl: f64,
     max_relative: f64,
 }
 
-/// Two tokens whose log-probabilities are this close are a near-tie: either is the reference's choice.
+/// Two tokens whose log-probabilities are this close are a near-tie: either could be the reference's choice. Printed, not judged by.
 const NEAR_TIE: f64 = 0.05;
 
 /// What it did cost.
@@ -75,16 +74,16 @@ fn quantized_weights_stay_within_their_bars() {
     let texts = sample::quality_texts();
     let bars = [
         Bar { name: "Q4_1 kept", quant: None, min_top1: 0.999, max_kl: 1e-6, max_relative: 1e-4 },
-        // Of a model this small and flat, 8 bits change one choice in thirty, of which two thirds are near-ties; 0.99 is not reached.
-        Bar { name: "int8", quant: quant("weight_only_int8", None), min_top1: 0.985, max_kl: 2e-3, max_relative: 1.0 },
+        // Not reached: of a model this small and flat, 8 bits change one choice in thirty, two thirds of them near-ties.
+        Bar { name: "int8", quant: quant("weight_only_int8", None), min_top1: 0.99, max_kl: 2e-3, max_relative: 1.0 },
         Bar { name: "int4", quant: quant("weight_only_int4", None), min_top1: 0.99, max_kl: 2e-3, max_relative: 1.0 },
-        // The weights are on grids of 16 steps for each 32 already. One grid for two of these costs this much: the scales are
-        // searched, and no rounding without calibration data comes to the 0.08 that one would wish for.
+        // Not reached: the weights are on grids of 16 steps for each 32 already, and one grid for two of these costs three times as
+        // much, though the scales are searched.
         Bar {
             name: "int4 g64",
             quant: quant("weight_only_int4", Some(64)),
-            min_top1: 0.7,
-            max_kl: 0.3,
+            min_top1: 0.0,
+            max_kl: 0.08,
             max_relative: 1.0,
         },
     ];
@@ -120,7 +119,7 @@ fn quantized_weights_stay_within_their_bars() {
     }
     for (bar, cost) in bars.iter().zip(&costs) {
         assert!(cost.positions >= 2000);
-        assert!(cost.top1_near() >= bar.min_top1, "{}: {cost:?}", bar.name);
+        assert!(cost.top1() >= bar.min_top1, "{}: {cost:?}", bar.name);
         assert!(cost.mean_kl() <= bar.max_kl, "{}: {cost:?}", bar.name);
         assert!(cost.relative <= bar.max_relative, "{}: {cost:?}", bar.name);
     }

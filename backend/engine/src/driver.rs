@@ -71,7 +71,13 @@ impl Driver {
             let begun = Instant::now();
             self.scheduler.expire(begun, &mut self.events);
             let Some(step) = self.scheduler.plan(begun) else { break };
-            tracing::trace!(step = step.id, rows = step.rows.len(), admitted = step.admit.len(), "step planned");
+            tracing::trace!(
+                step = step.id,
+                rows = step.rows.len(),
+                tokens = step.rows.iter().map(|row| row.num_tokens).sum::<u32>(),
+                admitted = step.admit.len(),
+                "step planned"
+            );
             self.shared.scheduler_took(begun.elapsed());
             self.executor.send(&step)?;
         }

@@ -159,8 +159,7 @@ pub(crate) fn assemble(
     };
 
     // No sequence is longer than all blocks together.
-    let kv_bytes = device.memory_bytes()?.filter(|_| follows_memory(config, device)).map(|(_, total)| total as u64);
-    let most_blocks = kv_bytes.unwrap_or(config.kv_cache_bytes) / (layout.block_bytes() as u64).max(1);
+    let most_blocks = most_kv_bytes(config, device)? / (layout.block_bytes() as u64).max(1);
     let kv_tokens = usize::try_from(most_blocks).unwrap_or(usize::MAX).saturating_mul(block_size);
     let longest = config.max_model_len.map_or(context, |len| len as usize).min(context).min(kv_tokens.max(1));
     let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: chunk_rows, max_kv_len: longest };
@@ -271,18 +270,21 @@ pub(crate) fn assemble(
 fn max_positions(config: &WorkerConfig, device: &Device) -> Result<Option<usize>> {
     // A step planned before the end of a sequence was known may reserve room past it.
     const SPARE: u64 = 1024;
-    let by_memory = match device.memory_bytes()?.filter(|_| follows_memory(config, device)) {
-        Some((_, total)) => total as u64,
-        None => config.kv_cache_bytes,
-    };
     let per_token = ModelConfig::from_dir(&config.model_dir)?.kv_bytes_per_token(config.activations());
-    let most = (by_memory / per_token.max(1) as u64).min(config.max_model_len.map_or(u64::MAX, u64::from));
+    let by_memory = most_kv_bytes(config, device)? / per_token.max(1) as u64;
+    let most = by_memory.min(config.max_model_len.map_or(u64::MAX, u64::from));
     Ok(usize::try_from(most.saturating_add(SPARE)).ok())
 }
 
 /// Whether the KV cache gets what the rest leaves.
 fn follows_memory(config: &WorkerConfig, device: &Device) -> bool {
     *device != Device::Cpu && config.memory_fraction > 0.0
+}
+
+/// More than the KV cache will take, known before anything is loaded: as set, or all of a GPU's memory.
+fn most_kv_bytes(config: &WorkerConfig, device: &Device) -> Result<u64> {
+    let of_device = device.memory_bytes()?.filter(|_| follows_memory(config, device));
+    Ok(of_device.map_or(config.kv_cache_bytes, |(_, total)| total as u64))
 }
 
 /// What the KV cache may take: as set, or of a GPU's memory what `memory_fraction` allows and is not taken.

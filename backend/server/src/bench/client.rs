@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 use drafthorse_control::{SamplingParams, TokenId};
 use drafthorse_engine::{Event, Request, RequestId, Stats};
 use drafthorse_proto::GrpcInferenceServiceClient;
-use drafthorse_proto::inference::model_infer_request::InferInputTensor;
-use drafthorse_proto::inference::{InferTensorContents, ModelInferRequest};
+use drafthorse_proto::inference::ModelInferRequest;
 use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 
+use crate::load::kserve;
 use crate::repository::Model;
-use crate::repository::dialect::{EXCLUDE_INPUT, SAMPLING_PARAMETERS, STREAM, TEXT_INPUT};
 
 /// Streams that share a connection.
 const STREAMS_A_CONNECTION: usize = 64;
@@ -115,8 +114,11 @@ impl Client {
             let channel = endpoint.connect().await.map_err(|error| error.to_string())?;
             connections.push(GrpcInferenceServiceClient::new(channel));
         }
-        let name = self.model.name().to_owned();
-        let requests: Vec<_> = prompts.iter().map(|prompt| self.request(&name, prompt, output)).collect();
+        let name = self.model.name();
+        let requests: Vec<_> = {
+            let text = |prompt| self.model.served.tokenizer().decode(prompt, false);
+            prompts.iter().map(|prompt| kserve::request(name, text(prompt), output, &[])).collect()
+        };
         let mut running = tokio::task::JoinSet::new();
         let started = Instant::now();
         for (i, request) in requests.into_iter().enumerate() {
@@ -130,33 +132,6 @@ impl Client {
         }
         times.tokens = prompts.len() * output as usize;
         Ok(times)
-    }
-
-    fn request(&self, name: &str, prompt: &[TokenId], output: u32) -> ModelInferRequest {
-        let tensor = |name: &str, datatype: &str, contents| InferInputTensor {
-            name: name.into(),
-            datatype: datatype.into(),
-            shape: vec![1],
-            contents: Some(contents),
-            ..InferInputTensor::default()
-        };
-        let text = |name, value: String| {
-            let contents = InferTensorContents { bytes_contents: vec![value.into()], ..Default::default() };
-            tensor(name, "BYTES", contents)
-        };
-        let yes = |name| tensor(name, "BOOL", InferTensorContents { bool_contents: vec![true], ..Default::default() });
-        let prompt = self.model.served.tokenizer().decode(prompt, false);
-        let parameters = format!("{{\"temperature\": 0, \"max_tokens\": {output}, \"ignore_eos\": true}}");
-        ModelInferRequest {
-            model_name: name.into(),
-            inputs: vec![
-                text(TEXT_INPUT, prompt),
-                yes(STREAM),
-                yes(EXCLUDE_INPUT),
-                text(SAMPLING_PARAMETERS, parameters),
-            ],
-            ..ModelInferRequest::default()
-        }
     }
 }
 

@@ -6,6 +6,10 @@ use drafthorse_proto::inference::{InferTensorContents, ModelInferRequest, ModelI
 use tonic::transport::{Channel, Endpoint};
 
 use super::{Ask, Listener};
+use crate::repository::dialect::{EXCLUDE_INPUT, SAMPLING_PARAMETERS, STREAM, TEXT_INPUT};
+
+/// Inputs that ask for counts.
+const COUNTS: [&str; 2] = ["return_num_input_tokens", "return_num_output_tokens"];
 
 #[derive(Clone)]
 pub(super) struct Client {
@@ -27,7 +31,8 @@ impl Client {
     /// One request on a stream of its own.
     pub(super) async fn send(&self, ask: &Ask, listener: &mut Listener) -> Result<(), String> {
         let mut service = self.service.clone();
-        let answers = service.model_stream_infer(tokio_stream::iter([request(ask)])).await;
+        let request = request(&ask.model, ask.prompt.clone(), ask.output_tokens, &COUNTS);
+        let answers = service.model_stream_infer(tokio_stream::iter([request])).await;
         let mut answers = answers.map_err(|status| status.to_string())?.into_inner();
         while let Some(answer) = answers.message().await.map_err(|status| status.to_string())? {
             if !answer.error_message.is_empty() {
@@ -44,7 +49,8 @@ impl Client {
     }
 }
 
-fn request(ask: &Ask) -> ModelInferRequest {
+/// A streamed request for `output_tokens` greedy tokens, without the prompt in them; `flags` are inputs that are true.
+pub(crate) fn request(model: &str, prompt: String, output_tokens: u32, flags: &[&str]) -> ModelInferRequest {
     let tensor = |name: &str, datatype: &str, contents| InferInputTensor {
         name: name.into(),
         datatype: datatype.into(),
@@ -52,26 +58,17 @@ fn request(ask: &Ask) -> ModelInferRequest {
         contents: Some(contents),
         ..InferInputTensor::default()
     };
-    let text = |name: &str, value: &str| {
-        let contents = InferTensorContents { bytes_contents: vec![value.to_owned().into()], ..Default::default() };
+    let text = |name: &str, value: String| {
+        let contents = InferTensorContents { bytes_contents: vec![value.into()], ..InferTensorContents::default() };
         tensor(name, "BYTES", contents)
     };
     let yes = |name: &str| {
         tensor(name, "BOOL", InferTensorContents { bool_contents: vec![true], ..InferTensorContents::default() })
     };
-    let parameters = format!("{{\"temperature\": 0, \"max_tokens\": {}, \"ignore_eos\": true}}", ask.output_tokens);
-    ModelInferRequest {
-        model_name: ask.model.clone(),
-        inputs: vec![
-            text("text_input", &ask.prompt),
-            yes("stream"),
-            yes("exclude_input_in_output"),
-            yes("return_num_input_tokens"),
-            yes("return_num_output_tokens"),
-            text("sampling_parameters", &parameters),
-        ],
-        ..ModelInferRequest::default()
-    }
+    let parameters = format!("{{\"temperature\": 0, \"max_tokens\": {output_tokens}, \"ignore_eos\": true}}");
+    let mut inputs = vec![text(TEXT_INPUT, prompt), text(SAMPLING_PARAMETERS, parameters)];
+    inputs.extend([STREAM, EXCLUDE_INPUT].iter().chain(flags).map(|name| yes(name)));
+    ModelInferRequest { model_name: model.into(), inputs, ..ModelInferRequest::default() }
 }
 
 /// The first element of an output of whole numbers.

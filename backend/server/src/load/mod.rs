@@ -4,7 +4,7 @@
 //! Moments are a Poisson process, lengths are drawn, and the same seed draws the same load again.
 
 mod draw;
-mod kserve;
+pub(crate) mod kserve;
 mod openai;
 mod plot;
 mod report;
