@@ -8,7 +8,14 @@ use crate::error::{KernelError, Result};
 /// Start of every buffer: a cache line, and an AVX-512 vector.
 pub(crate) const ALIGN: usize = 64;
 
-/// A block of zeroed host memory. Pages that were never written cost no physical memory.
+/// Least distance of two bytes that surely lie on different pages.
+const PAGE: usize = 4096;
+
+/// What one thread touches in less time than it takes to start another.
+const TOUCH_ALONE: usize = 16 << 20;
+
+/// A block of zeroed host memory that is all there: no page is left to be found, and cleared, by the step that first writes to it.
+/// (A step that came upon fresh huge pages of every layer's KV cache took twice its time.)
 #[derive(Debug)]
 pub(crate) struct HostBuffer {
     address: NonNull<u8>,
@@ -26,11 +33,36 @@ impl HostBuffer {
         let layout = Layout::from_size_align(bytes.max(1), ALIGN).map_err(|_| oom())?;
         // SAFETY: the layout's size is at least one byte.
         let address = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(oom)?;
-        Ok(HostBuffer { address, layout })
+        let mut buffer = HostBuffer { address, layout };
+        buffer.touch();
+        Ok(buffer)
+    }
+
+    /// Writes to every page, on as many threads as pay.
+    fn touch(&mut self) {
+        // SAFETY: the memory is ours alone, as long as that, and holds zeros.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.layout.size()) };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(bytes.len() / TOUCH_ALONE).max(1);
+        let share = bytes.len().div_ceil(threads).next_multiple_of(PAGE);
+        std::thread::scope(|scope| {
+            let mut shares = bytes.chunks_mut(share);
+            let own = shares.next();
+            for share in shares {
+                scope.spawn(|| touch_pages(share));
+            }
+            own.map(touch_pages);
+        });
     }
 
     pub(crate) fn address(&self) -> NonNull<u8> {
         self.address
+    }
+}
+
+fn touch_pages(bytes: &mut [u8]) {
+    for byte in bytes.iter_mut().step_by(PAGE) {
+        // SAFETY: a reference is valid to write through; volatile, since a zero over a zero would be left out.
+        unsafe { std::ptr::write_volatile(byte, 0) }
     }
 }
 
