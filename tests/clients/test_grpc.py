@@ -118,6 +118,22 @@ class Grpc(unittest.TestCase):
         whole = text_of(self.client.infer("llm", inputs(prompt, parameters=parameters)))
         self.assertEqual(whole, prompt + text_of(result))
 
+    def test_log_probabilities_of_the_prompt_come_with_the_answer(self):
+        result = self.client.infer(
+            "llm",
+            inputs("The capital of France is", parameters={"max_tokens": 2, "temperature": 0, "logprobs": 1, "prompt_logprobs": 1},
+                   return_num_input_tokens=True, return_logprobs=True),
+        )
+        of_prompt = json.loads(result.as_numpy("prompt_logprobs")[0])
+        self.assertEqual(len(of_prompt), result.as_numpy("num_input_tokens")[0])
+        self.assertIsNone(of_prompt[0])
+        answer = json.loads(result.as_numpy("logprobs")[0])
+        self.assertEqual([min(token["rank"] for token in entry.values()) for entry in answer], [1, 1])
+        for entry in of_prompt[1:] + answer:
+            for token in entry.values():
+                self.assertLess(token["logprob"], 0)
+        self.refused("INVALID_ARGUMENT", "stop_token_ids[1]: must be a token id", parameters={"stop_token_ids": [1, "x"]})
+
     def test_stream_deltas_add_up_to_the_unary_text(self):
         prompt = CHAT.format("Count from 1 to 12, then write 你好 and an emoji.")
         parameters = {"temperature": 0.8, "seed": 7, "max_tokens": 48}

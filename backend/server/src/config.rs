@@ -9,7 +9,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use crate::settings::{SettingFlags, parse_bool};
+use crate::error::nearest_hint;
+use crate::settings::{SETTINGS, SettingFlags, environment_name, parse_bool};
 
 /// Who decides which models are loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -188,6 +189,20 @@ impl ServerConfig {
     }
 }
 
+/// What to warn of: variables of the environment that begin like ours and set nothing, for they are likely misspelt. Those
+/// that Kubernetes sets for a service called drafthorse are left out.
+pub fn unknown_variables(names: impl IntoIterator<Item = String>) -> Vec<String> {
+    let command = <ServerConfig as Args>::augment_args(clap::Command::new("serve"));
+    let flags = command.get_arguments().filter_map(|flag| Some(flag.get_env()?.to_str()?.to_owned()));
+    let known: Vec<String> = flags.chain(SETTINGS.iter().map(|setting| environment_name(setting.name))).collect();
+    let of_kubernetes = |name: &str| name.contains("_SERVICE_") || name.contains("_PORT_") || name == "DRAFTHORSE_PORT";
+    let unknown = names.into_iter().filter(|name| name.starts_with("DRAFTHORSE_") && !known.contains(name));
+    let unknown = unknown.filter(|name| !of_kubernetes(name));
+    unknown
+        .map(|name| format!("{name} sets nothing{}", nearest_hint(&name, known.iter().map(String::as_str))))
+        .collect()
+}
+
 /// `--model_repository=DIR` is `--model-repository=DIR`.
 pub fn with_dashes(argument: OsString) -> OsString {
     let Some(text) = argument.to_str() else { return argument };
@@ -221,6 +236,21 @@ mod tests {
         assert_eq!((http.unwrap().port(), grpc.unwrap().port(), metrics), (8080, 9000, None));
         assert!(config.exit_on_error && config.strict_readiness);
         assert_eq!(config.log.log_format, LogFormat::Text);
+    }
+
+    #[test]
+    fn a_misspelt_variable_is_noticed() {
+        let warned = |names: &[&str]| unknown_variables(names.iter().map(|name| (*name).to_owned()));
+        assert_eq!(
+            warned(&["DRAFTHORSE_HTP_PORT", "DRAFTHORSE_MAX_NUM_SEQ", "HOME"]),
+            [
+                "DRAFTHORSE_HTP_PORT sets nothing; did you mean DRAFTHORSE_HTTP_PORT?",
+                "DRAFTHORSE_MAX_NUM_SEQ sets nothing; did you mean DRAFTHORSE_MAX_NUM_SEQS?",
+            ]
+        );
+        let fine = ["DRAFTHORSE_HOST", "DRAFTHORSE_BLOCK_SIZE", "DRAFTHORSE_LOG_LEVEL"];
+        let kubernetes = ["DRAFTHORSE_PORT", "DRAFTHORSE_SERVICE_HOST", "DRAFTHORSE_PORT_8001_TCP_ADDR"];
+        assert!(warned(&[fine, kubernetes].concat()).is_empty());
     }
 
     #[test]

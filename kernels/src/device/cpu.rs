@@ -72,3 +72,42 @@ impl Drop for HostBuffer {
         unsafe { dealloc(self.address.as_ptr(), self.layout) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pages of the buffer that have memory, as Linux tells: 8 bytes a page, the highest bit set for one that is there.
+    #[cfg(target_os = "linux")]
+    fn pages_there(buffer: &HostBuffer) -> usize {
+        use std::os::unix::fs::FileExt;
+        let first = buffer.address.as_ptr() as usize / PAGE;
+        let last = (buffer.address.as_ptr() as usize + buffer.layout.size() - 1) / PAGE;
+        let mut pages = vec![0; (last - first + 1) * 8];
+        std::fs::File::open("/proc/self/pagemap").unwrap().read_exact_at(&mut pages, first as u64 * 8).unwrap();
+        pages.chunks(8).filter(|page| page[7] & 0x80 != 0).count()
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn every_page_is_there_before_the_first_step() {
+        for bytes in [1, PAGE, 3 * PAGE + 1, 5 * TOUCH_ALONE + 12_345] {
+            let buffer = HostBuffer::zeroed("test", bytes).unwrap();
+            assert!(pages_there(&buffer) >= bytes.div_ceil(PAGE), "{bytes} bytes");
+        }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn touching_brings_every_page() {
+        // At this alignment Rust asks for pages that read as zeros and are not there yet, as the binary's allocator does at any.
+        let layout = Layout::from_size_align(5 * TOUCH_ALONE + 12_345, 16).unwrap();
+        // SAFETY: the size is not zero.
+        let address = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap();
+        let mut buffer = HostBuffer { address, layout };
+        let before = pages_there(&buffer);
+        buffer.touch();
+        let all = layout.size().div_ceil(PAGE);
+        assert!(before < all && pages_there(&buffer) >= all, "{before} of {all} were there");
+    }
+}

@@ -3,16 +3,18 @@
 use std::io::IsTerminal;
 use std::net::SocketAddr;
 
-use drafthorse::config::{LogConfig, LogFormat};
+use drafthorse::config::{LogConfig, LogFormat, unknown_variables};
 use drafthorse::serve::Server;
 use drafthorse::{ServerConfig, ServerError};
 use tokio::signal::unix::{SignalKind, signal};
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 /// Serves until SIGTERM or SIGINT, or until no model is left.
 pub fn serve(config: ServerConfig) -> Result<(), String> {
     start_log(&config.log)?;
+    let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    unknown_variables(variables).iter().for_each(|warning| warn!("{warning}"));
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
     let result = runtime.block_on(run(config));

@@ -9,6 +9,7 @@
 mod choices;
 mod defaults;
 mod guided;
+pub mod logprobs;
 mod model;
 mod prepare;
 mod request;

@@ -30,6 +30,17 @@ impl Field<'_> {
         ServerError::bad_input(self.key, format!("must be {must}, is {}", shown(self.value)))
     }
 
+    /// Of one item of a list or object, such as `stop_token_ids[3]`.
+    fn item_must(&self, place: impl std::fmt::Display, must: &str, item: &Value) -> ServerError {
+        ServerError::bad_input(format!("{}[{place}]", self.key), format!("must be {must}, is {}", shown(item)))
+    }
+
+    /// Each item read; `must` says what one has to be.
+    fn items<T>(&self, items: &[Value], must: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Vec<T>> {
+        let read = |(place, item)| read(item).ok_or_else(|| self.item_must(place, must, item));
+        items.iter().enumerate().map(read).collect()
+    }
+
     pub(super) fn number(&self, must: &str) -> Result<f64> {
         number(self.value).ok_or_else(|| self.must(must))
     }
@@ -92,11 +103,7 @@ impl Field<'_> {
         let must = "a string or a list of strings";
         let strings: Vec<String> = match self.value {
             Value::String(stop) => vec![stop.clone()],
-            Value::Array(stops) => stops
-                .iter()
-                .map(|stop| stop.as_str().map(String::from))
-                .collect::<Option<_>>()
-                .ok_or_else(|| self.must(must))?,
+            Value::Array(stops) => self.items(stops, "a string", |stop| stop.as_str().map(String::from))?,
             _ => return Err(self.must(must)),
         };
         if strings.len() > MAX_STOP_STRINGS {
@@ -127,7 +134,7 @@ impl Field<'_> {
             // TensorRT-LLM's clients write no bad words so.
             Value::String(text) if text.is_empty() => Vec::new(),
             Value::String(text) => vec![BadWord::Text(text.clone())],
-            Value::Array(items) => items.iter().map(one).collect::<Option<_>>().ok_or_else(|| self.must(must))?,
+            Value::Array(items) => self.items(items, "a string or a list of token ids", one)?,
             _ => return Err(self.must(must)),
         };
         if words.len() > MAX_BAD_WORDS {
@@ -161,8 +168,7 @@ impl Field<'_> {
         if ids.len() > max {
             return Err(ServerError::bad_input(self.key, format!("has {} ids, at most {max} may be given", ids.len())));
         }
-        let ids = ids.iter().map(|id| TokenId::try_from(integer(id)?).ok()).collect::<Option<_>>();
-        ids.ok_or_else(|| self.must(must))
+        self.items(ids, "a token id", |id| TokenId::try_from(integer(id)?).ok())
     }
 
     pub(super) fn logit_bias(&self) -> Result<Vec<(TokenId, f32)>> {
@@ -173,10 +179,16 @@ impl Field<'_> {
             return Err(ServerError::bad_input(self.key, reason));
         }
         let pairs = biases.iter().map(|(id, bias)| {
-            let bias = number(bias).filter(|bias| (-100.0..=100.0).contains(bias))?;
-            Some((id.trim().parse().ok()?, bias as f32))
+            let token = id.trim().parse().map_err(|_| {
+                ServerError::bad_input(
+                    self.key,
+                    format!("must have token ids as keys, one is {}", shown(&id.as_str().into())),
+                )
+            })?;
+            let in_range = number(bias).filter(|bias| (-100.0..=100.0).contains(bias));
+            Ok((token, in_range.ok_or_else(|| self.item_must(id, "a number in [-100, 100]", bias))? as f32))
         });
-        pairs.collect::<Option<_>>().ok_or_else(|| self.must(must))
+        pairs.collect()
     }
 }
 

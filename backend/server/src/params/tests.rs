@@ -62,11 +62,14 @@ fn a_value_out_of_range_is_named_with_its_limit() {
     assert_eq!(refused(r#"{"logprobs": 21}"#), "logprobs: must be at most 20, is 21");
     assert_eq!(refused(r#"{"stop": [""]}"#), "stop: has an empty string, which would stop everything");
     assert_eq!(refused(r#"{"stop": 3}"#), "stop: must be a string or a list of strings, is 3");
-    assert_eq!(refused(r#"{"stop_token_ids": [-1]}"#), "stop_token_ids: must be a list of token ids, is a list of 1");
+    assert_eq!(refused(r#"{"stop_token_ids": [-1]}"#), "stop_token_ids[0]: must be a token id, is -1");
+    assert_eq!(refused(r#"{"stop": ["a", 3]}"#), "stop[1]: must be a string, is 3");
     assert_eq!(
-        refused(r#"{"logit_bias": {"1": 101}}"#),
-        "logit_bias: must be an object of token ids and numbers in [-100, 100], is an object"
+        refused(r#"{"bad_words": ["a", [1, "b"]]}"#),
+        "bad_words[1]: must be a string or a list of token ids, is a list of 2"
     );
+    assert_eq!(refused(r#"{"logit_bias": {"1": 101}}"#), "logit_bias[1]: must be a number in [-100, 100], is 101");
+    assert_eq!(refused(r#"{"logit_bias": {"x": 1}}"#), r#"logit_bias: must have token ids as keys, one is "x""#);
     assert_eq!(refused(r#"{"ignore_eos": "maybe"}"#), r#"ignore_eos: must be true or false, is "maybe""#);
     let many = serde_json::json!({"stop": vec!["x"; 17]}).to_string();
     assert_eq!(refused(&many), "stop: has 17 strings, at most 16 may be given");
@@ -130,10 +133,7 @@ fn words_and_tokens_may_be_shut_out() {
     let params = parse(r#"{"bad_words": ["no", [1, "2"]], "allowed_token_ids": [7, 3, 7], "typical_p": 0.5}"#).unwrap();
     assert_eq!(params.bad_words, [BadWord::Text("no".into()), BadWord::Tokens(vec![1, 2])]);
     assert_eq!((params.allowed_token_ids, params.typical_p), (vec![3, 7], Some(0.5)));
-    assert_eq!(
-        refused(r#"{"bad_words": [1]}"#),
-        "bad_words: must be a string, a list of strings, or a list of lists of token ids, is a list of 1"
-    );
+    assert_eq!(refused(r#"{"bad_words": [1]}"#), "bad_words[0]: must be a string or a list of token ids, is 1");
     assert_eq!(refused(r#"{"bad_words": [""]}"#), "bad_words: has an entry that is empty, or longer than 256");
     assert_eq!(refused(r#"{"allowed_token_ids": []}"#), "allowed_token_ids: is empty, which would allow nothing");
     assert_eq!(refused(r#"{"typical_p": 0}"#), "typical_p: must be in (0, 1], is 0");

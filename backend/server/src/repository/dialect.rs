@@ -36,6 +36,8 @@ pub const TEXT_OUTPUT: &str = "text_output";
 pub const FINISH_REASON: &str = "finish_reason";
 pub const CUMULATIVE_LOGPROB: &str = "cumulative_logprob";
 pub const LOGPROBS: &str = "logprobs";
+/// Of the prompt's tokens, where the parameter of that name asks for them; as vLLM writes them, and not in streams.
+pub const PROMPT_LOGPROBS: &str = "prompt_logprobs";
 pub const NUM_INPUT_TOKENS: &str = "num_input_tokens";
 pub const NUM_OUTPUT_TOKENS: &str = "num_output_tokens";
 /// Told with the last response: the share of drafts that held, how many did, and how many there were.
@@ -63,6 +65,7 @@ pub const OUTPUTS: &[TensorSpec] = &[
     output(FINISH_REASON, DataType::TypeString, &[-1]),
     output(CUMULATIVE_LOGPROB, DataType::TypeFp32, &[-1]),
     output(LOGPROBS, DataType::TypeString, &[-1]),
+    output(PROMPT_LOGPROBS, DataType::TypeString, &[-1]),
     output(NUM_INPUT_TOKENS, DataType::TypeUint32, &[1]),
     output(NUM_OUTPUT_TOKENS, DataType::TypeUint32, &[-1]),
     output(ACCEPTANCE_RATE, DataType::TypeFp32, &[-1]),

@@ -123,7 +123,13 @@ fn read_model(path: &Path, name: &str) -> Result<ModelDir> {
     let all = version_folders(path)?;
     let versions = pick_versions(&config, all).map_err(bad_config)?;
     if versions.is_empty() && role == Role::Served {
-        let reason = "there is no version folder: the checkpoint belongs into a folder 1".into();
+        let names =
+            subfolders(path)?.into_iter().filter_map(|folder| Some(folder.file_name()?.to_string_lossy().into_owned()));
+        let mut others: Vec<String> =
+            names.filter(|name| !name.starts_with('.')).map(|name| format!("'{name}'")).collect();
+        others.sort();
+        let why = if others.is_empty() { String::new() } else { format!(", {} is none", others.join(" or ")) };
+        let reason = format!("there is no version folder{why}: the checkpoint belongs into a folder 1");
         return Err(ServerError::BadFile { path: path.into(), reason });
     }
     Ok(ModelDir { name: name.to_owned(), path: path.into(), config, role, versions })
@@ -214,6 +220,8 @@ mod tests {
         let files = [
             ("good/1/config.json", "{}"),
             ("empty/", ""),
+            ("misnamed/0/config.json", "{}"),
+            ("misnamed/abc/config.json", "{}"),
             (".git/", ""),
             ("typo/1/", ""),
             ("typo/config.pbtxt", "backend: \"drafthorse\"\nmax_batch: 1"),
@@ -225,6 +233,7 @@ mod tests {
             [
                 "empty: empty: there is no version folder: the checkpoint belongs into a folder 1",
                 "good [1]",
+                "misnamed: misnamed: there is no version folder, '0' or 'abc' is none: the checkpoint belongs into a folder 1",
                 "other: other/config.pbtxt: name is 'llm', but the model's folder is 'other'",
                 "typo: typo/config.pbtxt: line 2 column 1: field 'max_batch' not found for message 'inference.ModelConfig'",
             ]

@@ -7,20 +7,19 @@ use drafthorse_control::{FinishReason, TokenLogprobs};
 use drafthorse_engine::Usage;
 use drafthorse_proto::inference::infer_parameter::ParameterChoice;
 use drafthorse_proto::inference::{InferParameter, ModelInferRequest, ModelInferResponse};
-use serde_json::{Map, Value, json};
 
 use super::parameters::Parameters;
 use super::tensors::{Elements, Form, Inputs, Output, encode, requested_outputs};
 use crate::app::App;
 use crate::error::{Result, ServerError};
-use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt};
+use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, logprobs};
 use crate::params::GenerateParams;
 use crate::repository::Model;
 use crate::repository::dialect::{
     ACCEPTANCE_RATE, ACCEPTED_DRAFTS, CUMULATIVE_LOGPROB, DRAFTS, EXCLUDE_INPUT, FINISH_REASON, LOGPROBS,
-    NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS, RETURN_ACCEPTANCE, RETURN_CUMULATIVE_LOGPROB, RETURN_FINISH_REASON,
-    RETURN_LOGPROBS, RETURN_NUM_INPUT_TOKENS, RETURN_NUM_OUTPUT_TOKENS, SAMPLING_PARAMETERS, STREAM, TEXT_INPUT,
-    TEXT_OUTPUT,
+    NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS, PROMPT_LOGPROBS, RETURN_ACCEPTANCE, RETURN_CUMULATIVE_LOGPROB,
+    RETURN_FINISH_REASON, RETURN_LOGPROBS, RETURN_NUM_INPUT_TOKENS, RETURN_NUM_OUTPUT_TOKENS, SAMPLING_PARAMETERS,
+    STREAM, TEXT_INPUT, TEXT_OUTPUT,
 };
 
 /// The response parameter that marks the last response of a request.
@@ -113,9 +112,6 @@ impl Call {
         if stream {
             params.check_stream()?;
         }
-        if params.prompt_logprobs.take().is_some() {
-            params.warnings.push("prompt_logprobs: no output tensor has them".into());
-        }
         let lists_logprobs = params.logprobs.is_some();
         if inputs.flag(RETURN_CUMULATIVE_LOGPROB) == Some(true) {
             params.logprobs.get_or_insert(0);
@@ -126,6 +122,8 @@ impl Call {
             (FINISH_REASON, asked(RETURN_FINISH_REASON)),
             (CUMULATIVE_LOGPROB, asked(RETURN_CUMULATIVE_LOGPROB)),
             (LOGPROBS, asked(RETURN_LOGPROBS)),
+            // Whoever sets the parameter has asked.
+            (PROMPT_LOGPROBS, params.prompt_logprobs.is_some()),
             (NUM_INPUT_TOKENS, asked(RETURN_NUM_INPUT_TOKENS)),
             (NUM_OUTPUT_TOKENS, asked(RETURN_NUM_OUTPUT_TOKENS)),
             (ACCEPTANCE_RATE, asked(RETURN_ACCEPTANCE)),
@@ -192,6 +190,7 @@ impl Answer {
         }
         // Until a sequence has ended it is not known.
         let usage = |chunk: &Chunk| chunk.finish.as_ref().map_or_else(Usage::default, |finish| finish.usage);
+        let tokenizer = self.model.served.tokenizer();
         let output = |name: &'static str| {
             let elements = match name {
                 FINISH_REASON => Elements::Strings(self.told.iter().map(|told| told.finish.to_owned()).collect()),
@@ -199,6 +198,12 @@ impl Answer {
                     Elements::Floats(self.told.iter().map(|told| told.cumulative_logprob as f32).collect())
                 }
                 LOGPROBS => Elements::Strings(chunks.iter().map(|chunk| self.logprobs_json(&chunk.logprobs)).collect()),
+                PROMPT_LOGPROBS => Elements::Strings(
+                    chunks
+                        .iter()
+                        .map(|chunk| logprobs::of_prompt(tokenizer, &chunk.prompt_logprobs).to_string())
+                        .collect(),
+                ),
                 NUM_INPUT_TOKENS => Elements::Counts(vec![prompt_tokens as u32]),
                 NUM_OUTPUT_TOKENS => {
                     Elements::Counts(chunks.iter().map(|chunk| chunk.token_ids.len() as u32).collect())
@@ -231,21 +236,11 @@ impl Answer {
     }
 
     /// A list with an object a token: ids to their log-probability, rank and text; `null` if the request did not ask for any.
-    fn logprobs_json(&self, logprobs: &[TokenLogprobs]) -> String {
+    fn logprobs_json(&self, tokens: &[TokenLogprobs]) -> String {
         if !self.lists_logprobs {
             return "null".into();
         }
-        let tokenizer = self.model.served.tokenizer();
-        let tokens = logprobs.iter().map(|entry| {
-            let mut object = Map::new();
-            for ranked in std::iter::once(&entry.token).chain(&entry.top) {
-                let (text, _) = tokenizer.token_text(ranked.token);
-                let value = json!({ "logprob": ranked.logprob, "rank": ranked.rank, "decoded_token": text });
-                object.insert(ranked.token.to_string(), value);
-            }
-            Value::Object(object)
-        });
-        Value::Array(tokens.collect()).to_string()
+        logprobs::of_output(self.model.served.tokenizer(), tokens).to_string()
     }
 }
 

@@ -72,7 +72,7 @@ impl ChatTemplate {
         let mut env = environment();
         for (name, source) in templates {
             let source = without_generation_blocks(&source);
-            env.add_template_owned(name.clone(), source).map_err(|error| format!("chat template {name}: {error:#}"))?;
+            env.add_template_owned(name.clone(), source).map_err(|error| format!("chat template {name}: {error}"))?;
         }
         env.get_template(DEFAULT).map_err(|_| "none of the chat templates is named default".to_string())?;
         Ok(ChatTemplate { env, special_tokens })
@@ -105,7 +105,7 @@ impl ChatTemplate {
         });
         rendered.map_err(|error| match error.detail() {
             Some(detail) if detail.starts_with(RAISED) => ServerError::bad_input("messages", detail),
-            _ => ServerError::bad_input("messages", format!("the chat template failed: {error:#}")),
+            _ => ServerError::bad_input("messages", format!("the chat template failed: {error}")),
         })
     }
 }

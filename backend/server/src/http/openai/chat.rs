@@ -13,6 +13,7 @@ use super::logprobs;
 use super::request::Fields;
 use crate::app::App;
 use crate::error::{Result, ServerError};
+use crate::generate::logprobs::of_prompt;
 use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, ServedModel};
 use crate::text::chat::Chat;
 
@@ -97,7 +98,7 @@ impl Form for ChatForm {
 
     fn choice(&mut self, index: usize, chunk: &Chunk) -> Value {
         if self.wants_prompt_logprobs {
-            self.prompt_logprobs = Some(logprobs::of_prompt(self.model.tokenizer(), &chunk.prompt_logprobs));
+            self.prompt_logprobs = Some(of_prompt(self.model.tokenizer(), &chunk.prompt_logprobs));
         }
         let message = json!({"role": "assistant", "content": chunk.text, "refusal": null});
         json!({"index": index, "message": message, "logprobs": self.logprobs(chunk)})

@@ -14,6 +14,7 @@ use super::logprobs;
 use super::request::Fields;
 use crate::app::App;
 use crate::error::{Result, ServerError};
+use crate::generate::logprobs::of_prompt;
 use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, ServedModel};
 
 /// Most prompts of a request.
@@ -129,7 +130,7 @@ impl Form for CompletionForm {
         choice.num_chars += text.chars().count();
         let mut answer = json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": null});
         if self.wants_prompt_logprobs {
-            answer["prompt_logprobs"] = logprobs::of_prompt(tokenizer, &chunk.prompt_logprobs);
+            answer["prompt_logprobs"] = of_prompt(tokenizer, &chunk.prompt_logprobs);
         }
         answer
     }

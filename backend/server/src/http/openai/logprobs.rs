@@ -3,10 +3,8 @@
 use drafthorse_control::{RankedToken, TokenId, TokenLogprobs};
 use serde_json::{Map, Value, json};
 
+use crate::generate::logprobs::LOWEST;
 use crate::text::Tokenizer;
-
-/// JSON has no infinity; this is what OpenAI writes for a token that cannot come.
-const LOWEST: f32 = -9999.0;
 
 /// Chat's `logprobs` of some tokens.
 pub(super) fn of_chat(tokenizer: &Tokenizer, tokens: &[TokenLogprobs]) -> Value {
@@ -20,22 +18,6 @@ pub(super) fn of_chat(tokenizer: &Tokenizer, tokens: &[TokenLogprobs]) -> Value 
         token
     });
     json!({"content": content.collect::<Vec<_>>(), "refusal": null})
-}
-
-/// vLLM's `prompt_logprobs`: nothing of the first token, then an object a token, of ids to log-probability, rank and text.
-pub(super) fn of_prompt(tokenizer: &Tokenizer, tokens: &[TokenLogprobs]) -> Value {
-    let of_token = |entry: &TokenLogprobs| {
-        let ranked = std::iter::once(&entry.token).chain(&entry.top);
-        let object: Map<String, Value> = ranked
-            .map(|ranked| {
-                let (text, _) = tokenizer.token_text(ranked.token);
-                let logprob = ranked.logprob.max(LOWEST);
-                (ranked.token.to_string(), json!({"logprob": logprob, "rank": ranked.rank, "decoded_token": text}))
-            })
-            .collect();
-        Value::Object(object)
-    };
-    std::iter::once(Value::Null).chain(tokens.iter().map(of_token)).collect()
 }
 
 /// Completions' `logprobs` of some tokens, the first of which stands `offset` characters into the text. Before them the prompt's
