@@ -15,8 +15,8 @@ READY_SECONDS = 60
 class Server:
     """A running `drafthorse serve`; its ports are what it said they are."""
 
-    def __init__(self, *flags):
-        command = [BINARY, "serve", "--model-repository", ROOT / "model_repository"]
+    def __init__(self, *flags, repository=ROOT / "model_repository"):
+        command = [BINARY, "serve", "--model-repository", repository]
         command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--log-format=json", *flags]
         self.process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
         self.ports, self.log = {}, []
