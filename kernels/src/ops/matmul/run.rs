@@ -125,7 +125,7 @@ impl<F: Format, T: Float> Product<'_, F, T> {
             // The same place in the next blocks, unless that is so far that it would push out what is in use.
             let ahead = num_blocks * block_bytes;
             let prefetch = if ahead <= 128 * 1024 { ahead } else { 2048 };
-            let mut outs = [[0.0f32; tile::MAX_OUT]; FEW_TILES];
+            let mut outs = [MaybeUninit::<[f32; tile::MAX_OUT]>::uninit(); FEW_TILES];
             for part in 0..parts {
                 let groups = even(num_groups, parts, part);
                 self.weight.expand_scales(self.level, groups.clone(), first..first + num_blocks, &mut scales);
@@ -144,14 +144,18 @@ impl<F: Format, T: Float> Product<'_, F, T> {
                             lines_per_group,
                             scales: scales.as_ptr().cast(),
                             sums: sums.wrapping_add(groups.start * rows.len()),
-                            out: out.as_mut_ptr(),
+                            out: out.as_mut_ptr().cast(),
+                            fresh: part == 0,
                         };
                         tile::run::<F>(self.level, rows.len(), num_blocks, tile);
                     }
                 }
             }
             for (i, out) in outs[..tiles].iter().enumerate() {
-                self.store(self.tile_rows(i), first, num_blocks, out);
+                let rows = self.tile_rows(i);
+                // SAFETY: the tile has written what these rows and blocks take.
+                let out = unsafe { std::slice::from_raw_parts(out.as_ptr().cast(), rows.len() * num_blocks * LANES) };
+                self.store(rows, first, num_blocks, out);
             }
             first += num_blocks;
         }
@@ -170,11 +174,10 @@ impl<F: Format, T: Float> Product<'_, F, T> {
 
         let mut panel = MaybeUninit::<[f32; PANEL_INPUTS * LANES * PANEL_BLOCKS]>::uninit();
         let mut scales = [MaybeUninit::<f32>::uninit(); PANEL_GROUPS * PANEL_BLOCKS * EXPANDED];
-        let mut outs = [[0.0f32; tile::MAX_OUT]; PANEL_TILES];
+        let mut outs = [MaybeUninit::<[f32; tile::MAX_OUT]>::uninit(); PANEL_TILES];
         let mut first = blocks.start;
         while first < blocks.end {
             let num_blocks = tile::num_blocks(self.level, most_rows, blocks.end - first).min(PANEL_BLOCKS);
-            outs[..tiles.len()].fill([0.0; tile::MAX_OUT]);
             for part in 0..parts {
                 let units = even(units, parts, part);
                 let inputs = units.start * unit..units.end * unit;
@@ -206,7 +209,8 @@ impl<F: Format, T: Float> Product<'_, F, T> {
                             lines_per_group: inputs.len() / groups.len() / PANEL_LINE,
                             scales: scales.as_ptr().cast(),
                             sums: sums.wrapping_add(groups.start * rows.len()),
-                            out: out.as_mut_ptr(),
+                            out: out.as_mut_ptr().cast(),
+                            fresh: part == 0,
                         };
                         match (F::SCALED && grouped, F::OFFSET) {
                             (false, _) => tile::run::<Panel<false, false>>(self.level, rows.len(), num_blocks, tile),
@@ -218,6 +222,9 @@ impl<F: Format, T: Float> Product<'_, F, T> {
             }
             for (i, out) in tiles.clone().zip(&mut outs) {
                 let rows = self.tile_rows(i);
+                // SAFETY: the tile has written what these rows and blocks take.
+                let out =
+                    unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), rows.len() * num_blocks * LANES) };
                 if F::SCALED && !grouped {
                     let (_, sums) = self.activations.tile(&rows);
                     let (rows, scales, out) = (rows.len(), scales.as_ptr().cast(), out.as_mut_ptr());

@@ -30,8 +30,10 @@ pub(super) struct Tile {
     pub(super) scales: *const f32,
     /// Sums of x, `[groups][rows]`, if the format has offsets.
     pub(super) sums: *const f32,
-    /// `[rows][blocks][16]`, added to.
+    /// `[rows][blocks][16]`.
     pub(super) out: *mut f32,
+    /// Whether `out` holds nothing yet; else it is added to.
+    pub(super) fresh: bool,
 }
 
 /// Runs a tile of `rows` rows and `blocks` blocks.
@@ -80,11 +82,12 @@ impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS
         }
         let tile = self.0;
         let (mut lines, mut x, mut scales, mut x_sums) = (tile.lines, tile.x, tile.scales, tile.sums);
+        let mut fresh = tile.fresh;
         // SAFETY: the caller's pointers are good for ROWS x BLOCKS, `num_groups * lines_per_group` lines and as many inputs.
         unsafe {
             for _ in 0..tile.num_groups {
                 let mut sums = [[V::zero(); BLOCKS]; ROWS];
-                if const { !F::SCALED } {
+                if const { !F::SCALED } && !fresh {
                     for r in 0..ROWS {
                         for b in 0..BLOCKS {
                             sums[r][b] = V::load(tile.out.add((r * BLOCKS + b) * LANES));
@@ -119,7 +122,8 @@ impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS
                         let out = tile.out.add((r * BLOCKS + b) * LANES);
                         let mut acc = sums[r][b];
                         if const { F::SCALED } {
-                            acc = V::load(scales.add(b * 2 * LANES)).mul_add(acc, V::load(out));
+                            let before = if fresh { V::zero() } else { V::load(out) };
+                            acc = V::load(scales.add(b * 2 * LANES)).mul_add(acc, before);
                         }
                         if const { F::OFFSET } {
                             acc = V::load(scales.add((b * 2 + 1) * LANES)).mul_add(V::splat(*x_sums.add(r)), acc);
@@ -127,6 +131,7 @@ impl<F: Format, const ROWS: usize, const BLOCKS: usize> Kernel for Fixed<F, ROWS
                         acc.store(out);
                     }
                 }
+                fresh = false;
                 scales = scales.wrapping_add(BLOCKS * 2 * LANES);
                 x_sums = x_sums.wrapping_add(ROWS);
             }
