@@ -52,6 +52,12 @@ pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// 1 / (1 + e^-x).
+#[inline(always)]
+pub fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
 /// The sum of the partial sums: halves are added until one is left.
 #[inline(always)]
 pub fn fold(mut lanes: [f32; LANES]) -> f32 {

@@ -15,6 +15,7 @@ pub mod matmul_bf16;
 pub mod matmul_f32;
 pub mod matmul_int4;
 pub mod matmul_int8;
+pub mod moe;
 pub mod penalty;
 pub mod rms_norm;
 pub mod rope;

@@ -14,10 +14,14 @@
 //! read each line once and multiply it straight from its packed form: that is as fast as the memory delivers. Many rows first
 //! unpack a panel of one block into the L1 cache, then multiply it with all rows ([`run`]).
 //!
+//! **Groups.** Where each row has a part of the weight of its own ([`Groups`]: experts), rows of one part are tiled together. The
+//! chains are the same, so a row does not know with which others it was tiled.
+//!
 //! **Adding a format**: a folder `matmul_NAME` with a [`Format`] in it.
 
 mod activations;
 mod format;
+mod grouped;
 mod packed;
 mod panel;
 #[cfg(test)]
@@ -27,6 +31,8 @@ mod scales;
 mod tile;
 
 pub(crate) use format::Format;
+pub(crate) use grouped::matmul_grouped;
+pub use grouped::{Groups, Rows};
 pub(crate) use packed::Packed;
 #[cfg(test)]
 pub(crate) use run::matmul_at;

@@ -19,6 +19,9 @@ pub(crate) struct Packed<F: Format> {
     pub(super) num_lines: usize,
     lines: Tensor,
     pub(super) scales: Option<Scales>,
+    /// Blocks that a product has read.
+    #[cfg(test)]
+    pub(crate) read: std::sync::Mutex<std::collections::BTreeSet<usize>>,
     _format: std::marker::PhantomData<F>,
 }
 
@@ -33,7 +36,16 @@ impl<F: Format> Packed<F> {
         }
         let num_lines = inputs.next_multiple_of(PAD) / F::LINE;
         let lines = Tensor::zeros(device, "weight", [outputs.div_ceil(LANES), num_lines, F::LINE_BYTES], DType::U8)?;
-        Ok(Packed { outputs, inputs, num_lines, lines, scales, _format: std::marker::PhantomData })
+        Ok(Packed {
+            outputs,
+            inputs,
+            num_lines,
+            lines,
+            scales,
+            #[cfg(test)]
+            read: std::sync::Mutex::default(),
+            _format: std::marker::PhantomData,
+        })
     }
 
     /// Overwrites rows from `first` on.
@@ -138,8 +150,10 @@ impl<F: Format> Packed<F> {
         }
     }
 
-    pub(crate) fn num_blocks(&self) -> usize {
-        self.outputs.div_ceil(LANES)
+    /// Remembers what a product reads.
+    #[cfg(test)]
+    pub(super) fn note_read(&self, blocks: &Range<usize>) {
+        self.read.lock().unwrap().extend(blocks.clone());
     }
 
     pub(super) fn block_bytes(&self) -> usize {

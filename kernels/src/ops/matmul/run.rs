@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::activations::{Activations, num_tiles, pack_bytes, tile_rows};
+use super::activations::{Activations, num_tiles, pack_bytes, tile_of};
 use super::panel::{PANEL_LINE, Panel, Unpack};
 use super::scales::EXPANDED;
 use super::tile::{self, Rescale, Tile};
@@ -60,7 +60,8 @@ pub(crate) fn matmul_at<F: Format>(
     let activations = with_float!(F::OP, "x", x.dtype(), T => Activations::pack(x.as_slice::<T>(), weight, workspace)?);
     with_float!(F::OP, "y", y.dtype(), T => {
         let y = SharedMut::new(y.as_mut_slice::<T>());
-        Product { level, activations: &activations, weight, y }.run();
+        let (rows, outputs) = (0..num_rows, 0..weight.outputs);
+        Product { level, activations: &activations, weight, y: &y, rows, outputs }.run();
     });
     Ok(())
 }
@@ -84,17 +85,23 @@ pub(crate) fn gather<F: Format>(weight: &Packed<F>, ids: &Tensor, y: &mut Tensor
     Ok(())
 }
 
-struct Product<'a, F: Format, T> {
-    level: Level,
-    activations: &'a Activations,
-    weight: &'a Packed<F>,
-    y: SharedMut<T>,
+/// Some rows of activations times some rows of a weight.
+pub(super) struct Product<'a, F: Format, T> {
+    pub(super) level: Level,
+    pub(super) activations: &'a Activations,
+    pub(super) weight: &'a Packed<F>,
+    /// `[rows of the activations, outputs.len()]`.
+    pub(super) y: &'a SharedMut<T>,
+    /// Tiled from its start.
+    pub(super) rows: Range<usize>,
+    /// Need not begin or end with a block.
+    pub(super) outputs: Range<usize>,
 }
 
 impl<F: Format, T: Float> Product<'_, F, T> {
     fn run(&self) {
-        let (blocks, threads) = (self.weight.num_blocks(), num_threads());
-        let tiles = num_tiles(self.activations.num_rows);
+        let (blocks, threads) = (self.blocks().len(), num_threads());
+        let tiles = num_tiles(self.rows.len());
         if tiles <= FEW_TILES {
             // A chunk a thread while weights are small; more when a thread that is held up would be waited for.
             let per_thread = (self.weight.size_bytes() / (threads * 256 * 1024)).clamp(1, 8);
@@ -109,9 +116,28 @@ impl<F: Format, T: Float> Product<'_, F, T> {
         }
     }
 
+    /// Blocks that hold the outputs.
+    pub(super) fn blocks(&self) -> Range<usize> {
+        self.outputs.start / LANES..self.outputs.end.div_ceil(LANES)
+    }
+
+    /// All rows times `blocks`, on this thread.
+    pub(super) fn run_blocks(&self, blocks: Range<usize>) {
+        let tiles = num_tiles(self.rows.len());
+        if tiles <= FEW_TILES {
+            return self.few_rows(blocks);
+        }
+        let row_chunks = tiles.div_ceil(PANEL_TILES);
+        for i in 0..row_chunks {
+            self.many_rows(even(tiles, row_chunks, i), blocks.clone());
+        }
+    }
+
     /// All rows times `blocks`, each tile reading the packed lines.
     fn few_rows(&self, blocks: Range<usize>) {
-        let tiles = num_tiles(self.activations.num_rows);
+        #[cfg(test)]
+        self.weight.note_read(&blocks);
+        let tiles = num_tiles(self.rows.len());
         let most_rows = self.tile_rows(tiles - 1).len();
         let num_groups = self.weight.num_groups();
         let lines_per_group = self.weight.num_lines / num_groups;
@@ -122,9 +148,10 @@ impl<F: Format, T: Float> Product<'_, F, T> {
         let mut first = blocks.start;
         while first < blocks.end {
             let num_blocks = tile::num_blocks(self.level, most_rows, blocks.end - first);
-            // The same place in the next blocks, unless that is so far that it would push out what is in use.
+            // The same place in the next blocks, unless that is so far that it would push out what is in use, or not ours.
             let ahead = num_blocks * block_bytes;
-            let prefetch = if ahead <= 128 * 1024 { ahead } else { 2048 };
+            let is_last = first + num_blocks == self.blocks().end;
+            let prefetch = if ahead <= 128 * 1024 && !is_last { ahead } else { 2048 };
             let mut outs = [MaybeUninit::<[f32; tile::MAX_OUT]>::uninit(); FEW_TILES];
             for part in 0..parts {
                 let groups = even(num_groups, parts, part);
@@ -163,6 +190,8 @@ impl<F: Format, T: Float> Product<'_, F, T> {
 
     /// Tiles `tiles` times `blocks`, through panels.
     fn many_rows(&self, tiles: Range<usize>, blocks: Range<usize>) {
+        #[cfg(test)]
+        self.weight.note_read(&blocks);
         let num_groups = self.weight.num_groups();
         let inputs = self.weight.num_lines * F::LINE;
         // A panel holds whole groups, or a part of the only one.
@@ -238,17 +267,19 @@ impl<F: Format, T: Float> Product<'_, F, T> {
     }
 
     fn tile_rows(&self, tile: usize) -> Range<usize> {
-        tile_rows(self.activations.num_rows, tile)
+        tile_of(&self.rows, tile)
     }
 
-    /// Rounds `out[row][block][16]` to where it belongs in y; lanes past the last output are dropped.
+    /// Rounds `out[row][block][16]` to where it belongs in y; lanes outside the outputs are dropped.
     fn store(&self, rows: Range<usize>, first_block: usize, num_blocks: usize, out: &[f32]) {
-        let outputs = self.weight.outputs;
-        let columns = first_block * LANES..outputs.min((first_block + num_blocks) * LANES);
+        let (first_lane, width) = (first_block * LANES, self.outputs.len());
+        let start = first_lane.max(self.outputs.start);
+        let end = (first_lane + num_blocks * LANES).min(self.outputs.end);
         for (row, out) in rows.zip(out.chunks(num_blocks * LANES)) {
-            // SAFETY: tasks own different blocks or rows, so no two write the same part.
-            let y = unsafe { self.y.slice(row * outputs + columns.start..row * outputs + columns.end) };
-            for (y, &value) in y.iter_mut().zip(out) {
+            let at = row * width + start - self.outputs.start;
+            // SAFETY: tasks own different rows or outputs, so no two write the same part.
+            let y = unsafe { self.y.slice(at..at + end - start) };
+            for (y, &value) in y.iter_mut().zip(&out[start - first_lane..]) {
                 *y = T::from_f32(value);
             }
         }
@@ -256,6 +287,6 @@ impl<F: Format, T: Float> Product<'_, F, T> {
 }
 
 /// Part `i` of `total` cut into `parts` as even as can be.
-fn even(total: usize, parts: usize, i: usize) -> Range<usize> {
+pub(super) fn even(total: usize, parts: usize, i: usize) -> Range<usize> {
     i * total / parts..(i + 1) * total / parts
 }

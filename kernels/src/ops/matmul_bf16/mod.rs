@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::matmul::{self, Format, Packed};
+use super::matmul::{self, Format, Groups, Packed, Rows};
 use crate::device::Device;
 use crate::error::{KernelError, Result};
 use crate::simd::F32x16;
@@ -194,6 +194,33 @@ pub fn matmul_normed(x: &Tensor, squares: Squares<'_>, weight: &Bf16Weight, y: &
 pub fn gated_normed(x: &Tensor, squares: Squares<'_>, weight: &Bf16Weight, y: &mut Tensor) -> Result<()> {
     let rows = weight.on_gpu()?;
     cuda::gated_normed(rows.gpu(), x, squares, rows.tensor(), y)
+}
+
+/// `y[i] = x[row of pair i] @ (its expert's part of weight)ᵀ`: products of a mixture of experts (see [`moe`](super::moe)).
+///
+/// | argument | shape                    | dtype     | |
+/// |----------|--------------------------|-----------|-|
+/// | `x`      | `[rows, in]`             | f32, bf16 | read: a row for each token or each pair, as `rows` says |
+/// | `weight` | `[experts * inner, in]`  | bf16      | read, of the experts that were chosen |
+/// | `y`      | `[pairs, inner]`         | f32, bf16 | written, in the order of `groups.pairs` |
+///
+/// Each row has the bits of [`matmul`] with its expert alone; takes
+/// [`matmul_workspace_bytes`](super::moe::matmul_workspace_bytes).
+///
+/// # Errors
+/// As [`matmul`], `NotMultiple` if experts do not divide the weight, `NotOnDevice` on a GPU.
+pub fn matmul_experts(
+    x: &Tensor,
+    rows: Rows,
+    weight: &Bf16Weight,
+    groups: &Groups,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    match &weight.form {
+        Form::Packed(packed) => matmul::matmul_grouped(x, rows, packed, groups, y, workspace),
+        Form::Rows(_) => Err(KernelError::NotOnDevice { op: "matmul_experts", device: "a , `NotOnDevice` on a GPU" }),
+    }
 }
 
 /// `y[i] = weight[ids[i]]`: the embedding of a tied head.

@@ -1,6 +1,6 @@
 //! Products with f32 weights: for checkpoints that bf16 would round.
 
-use super::matmul::{self, Format, Packed};
+use super::matmul::{self, Format, Groups, Packed, Rows};
 use crate::device::Device;
 use crate::error::Result;
 use crate::simd::{F32x16, LANES};
@@ -67,6 +67,30 @@ impl F32Weight {
 /// `Shape` or `DType` if arguments do not agree, `WorkspaceFull`.
 pub fn matmul(x: &Tensor, weight: &F32Weight, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
     matmul::matmul(x, &weight.packed, y, workspace)
+}
+
+/// `y[i] = x[row of pair i] @ (its expert's part of weight)ᵀ`: products of a mixture of experts (see [`moe`](super::moe)).
+///
+/// | argument | shape                    | dtype     | |
+/// |----------|--------------------------|-----------|-|
+/// | `x`      | `[rows, in]`             | f32, bf16 | read: a row for each token or each pair, as `rows` says |
+/// | `weight` | `[experts * inner, in]`  | f32       | read, of the experts that were chosen |
+/// | `y`      | `[pairs, inner]`         | f32, bf16 | written, in the order of `groups.pairs` |
+///
+/// Each row has the bits of [`matmul`] with its expert alone; takes
+/// [`matmul_workspace_bytes`](super::moe::matmul_workspace_bytes).
+///
+/// # Errors
+/// As [`matmul`], `NotMultiple` if experts do not divide the weight.
+pub fn matmul_experts(
+    x: &Tensor,
+    rows: Rows,
+    weight: &F32Weight,
+    groups: &Groups,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    matmul::matmul_grouped(x, rows, &weight.packed, groups, y, workspace)
 }
 
 /// `y[i] = weight[ids[i]]`: the embedding of a tied head.

@@ -2,7 +2,7 @@
 //!
 //! The AWQ, GPTQ and GGUF (Q4_0, Q4_1) formats all map to it exactly.
 
-use super::matmul::{self, Format, Packed, Scales};
+use super::matmul::{self, Format, Groups, Packed, Rows, Scales};
 use crate::device::Device;
 use crate::error::{KernelError, Result};
 use crate::simd::F32x16;
@@ -80,6 +80,30 @@ impl Int4Weight {
 /// `Shape` or `DType` if arguments do not agree, `WorkspaceFull`.
 pub fn matmul(x: &Tensor, weight: &Int4Weight, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
     matmul::matmul(x, &weight.packed, y, workspace)
+}
+
+/// `y[i] = x[row of pair i] @ (its expert's part of weight)ᵀ`: products of a mixture of experts (see [`moe`](super::moe)).
+///
+/// | argument | shape                    | dtype     | |
+/// |----------|--------------------------|-----------|-|
+/// | `x`      | `[rows, in]`             | f32, bf16 | read: a row for each token or each pair, as `rows` says |
+/// | `weight` | `[experts * inner, in]`  | int4      | read, of the experts that were chosen |
+/// | `y`      | `[pairs, inner]`         | f32, bf16 | written, in the order of `groups.pairs` |
+///
+/// Each row has the bits of [`matmul`] with its expert alone; takes
+/// [`matmul_workspace_bytes`](super::moe::matmul_workspace_bytes).
+///
+/// # Errors
+/// As [`matmul`], `NotMultiple` if experts do not divide the weight.
+pub fn matmul_experts(
+    x: &Tensor,
+    rows: Rows,
+    weight: &Int4Weight,
+    groups: &Groups,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    matmul::matmul_grouped(x, rows, &weight.packed, groups, y, workspace)
 }
 
 /// `y[i] = weight[ids[i]]`, dequantized: the embedding of a tied head.

@@ -1,6 +1,6 @@
 //! Products with int8 weights: symmetric, one scale a row or one for each group of a row.
 
-use super::matmul::{self, Format, Offset, Packed, Scales};
+use super::matmul::{self, Format, Groups, Offset, Packed, Rows, Scales};
 use crate::device::Device;
 use crate::error::Result;
 use crate::simd::{F32x16, LANES};
@@ -69,6 +69,30 @@ impl Int8Weight {
 /// `Shape` or `DType` if arguments do not agree, `WorkspaceFull`.
 pub fn matmul(x: &Tensor, weight: &Int8Weight, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
     matmul::matmul(x, &weight.packed, y, workspace)
+}
+
+/// `y[i] = x[row of pair i] @ (its expert's part of weight)ᵀ`: products of a mixture of experts (see [`moe`](super::moe)).
+///
+/// | argument | shape                    | dtype     | |
+/// |----------|--------------------------|-----------|-|
+/// | `x`      | `[rows, in]`             | f32, bf16 | read: a row for each token or each pair, as `rows` says |
+/// | `weight` | `[experts * inner, in]`  | int8      | read, of the experts that were chosen |
+/// | `y`      | `[pairs, inner]`         | f32, bf16 | written, in the order of `groups.pairs` |
+///
+/// Each row has the bits of [`matmul`] with its expert alone; takes
+/// [`matmul_workspace_bytes`](super::moe::matmul_workspace_bytes).
+///
+/// # Errors
+/// As [`matmul`], `NotMultiple` if experts do not divide the weight.
+pub fn matmul_experts(
+    x: &Tensor,
+    rows: Rows,
+    weight: &Int8Weight,
+    groups: &Groups,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
+    matmul::matmul_grouped(x, rows, &weight.packed, groups, y, workspace)
 }
 
 /// `y[i] = weight[ids[i]]`, dequantized: the embedding of a tied head.

@@ -4,6 +4,9 @@
 
 mod cpu;
 mod cuda;
+mod heads;
+
+pub use heads::rms_norm_heads;
 
 use crate::device::Device;
 use crate::error::Result;
