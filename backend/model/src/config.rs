@@ -12,8 +12,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::error::{ModelError, Result};
+use crate::keys::Keys;
 
-/// What a decoder of the Llama family needs to know.
+/// What every decoder needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// `architectures[0]`, like `LlamaForCausalLM`.
@@ -44,6 +45,8 @@ pub struct ModelConfig {
     pub dtype: Option<DType>,
     /// How the weights are quantized in the checkpoint.
     pub quantization: Option<StoredQuantization>,
+    /// What the family alone knows.
+    pub keys: Keys,
 }
 
 /// `quantization_config` of a checkpoint that is stored quantized.
@@ -118,9 +121,12 @@ impl ModelConfig {
                 key if key == "." => String::new(),
                 key => format!(", {key}"),
             };
-            ModelError::Json { path, key, source: error.into_inner() }
+            ModelError::Json { path: path.clone(), key, source: error.into_inner() }
         })?;
-        raw.check()
+        let mut config = raw.check()?;
+        let all = serde_json::from_str(text);
+        config.keys = Keys::new(all.map_err(|source| ModelError::Json { path, key: String::new(), source })?);
+        Ok(config)
     }
 
     /// Bytes that K and V of a token take in all layers.
@@ -205,6 +211,7 @@ impl Raw {
             bos_token_id: self.bos_token_id,
             dtype: self.dtype.or(self.torch_dtype).as_deref().and_then(float_dtype),
             quantization: self.quantization_config,
+            keys: Keys::default(),
         })
     }
 
@@ -366,7 +373,8 @@ mod tests {
         let new = parse(
             r#"{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000}, "dtype": "bfloat16"}"#,
         );
-        let (old, new) = (old.unwrap(), new.unwrap());
+        let (old, mut new) = (old.unwrap(), new.unwrap());
+        new.keys = old.keys.clone();
         assert_eq!(old, new);
         assert_eq!((new.rope.theta, new.dtype), (5e5, Some(DType::BF16)));
         assert_eq!(new.rope.scaling, RopeScaling::Linear { factor: 2.0 });

@@ -159,8 +159,8 @@ mod tests {
         std::fs::remove_file(dir.path().join("config.json")).unwrap();
         assert_eq!(plain(&dir), "cannot read DIR/config.json");
         let gpt = Tiny::new(Dtype::BF16, r#"{"architectures": ["GPT2LMHeadModel"]}"#).write();
-        let known = "supported: LlamaForCausalLM, Qwen2ForCausalLM";
-        assert_eq!(plain(&gpt), format!("architecture GPT2LMHeadModel is unknown, {known}"));
+        let unknown = "architecture GPT2LMHeadModel is unknown, supported: LlamaForCausalLM, ";
+        assert!(plain(&gpt).starts_with(unknown), "{}", plain(&gpt));
     }
 
     #[test]

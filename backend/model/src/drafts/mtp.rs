@@ -12,7 +12,7 @@ use crate::error::{ModelError, Result};
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
 use crate::layers::{Embedding, Linear, LmHead, RmsNorm};
-use crate::models::{DecoderLayer, Ends, Model, StepSize, tensor_bytes};
+use crate::models::{DecoderLayer, Ends, Model, StepSize, llama, tensor_bytes};
 use crate::quant::Part;
 use crate::weights::{Loader, Shard};
 
@@ -36,7 +36,7 @@ impl Mtp {
         let hidden = config.hidden_size;
         let module = root.at(&names.module);
         let part = Part { at: module.at("eh_proj"), out_features: hidden, shard: Shard::Replicated };
-        let mut layer = DecoderLayer::load(&root.at(&names.layer), 0, &root.rope_table()?)?;
+        let mut layer = llama::layer(&root.at(&names.layer), 0)?;
         layer.leave_out_first_key();
         Ok(Mtp {
             embedding: Embedding::load_or_share(root.at(&names.embedding), ends.map(|ends| &ends.table))?,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use drafthorse_kernels::Tensor;
 use drafthorse_kernels::ops::attention::{Heads, rope_attention, rope_attention_after_first, workspace_bytes};
+use drafthorse_kernels::ops::rms_norm::rms_norm_heads;
 use drafthorse_kernels::ops::rope::RopeTable;
 
 use super::linear::Linear;
@@ -17,10 +18,41 @@ use crate::models::{StepSize, tensor_bytes};
 use crate::quant::{Part, SpreadNorm};
 use crate::weights::{Loader, Shard};
 
+/// What looks at other tokens: the first half of a layer.
+pub(crate) trait SelfAttention: Send {
+    /// `x` becomes the attention of `x`; what it keeps of it goes to the cache first, so a token sees itself.
+    fn forward(&self, x: &mut Tensor, cx: &mut Forward<'_>) -> Result<()>;
+
+    /// Itself with norms spread over its products, where there are kernels for it and so many rows.
+    fn spread_norm(&self, _tokens: usize) -> Option<SpreadAttention<'_>> {
+        None
+    }
+
+    /// No query sees the key at position 0 from now on.
+    fn leave_out_first_key(&mut self);
+
+    fn kv_layer(&self) -> KvLayer;
+
+    /// Scratch memory that [`forward`](Self::forward) takes.
+    fn workspace_bytes(&self, step: StepSize, element_bytes: usize) -> usize;
+}
+
+/// What families differ in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttentionKind {
+    /// Biases on the projections to q, k and v.
+    pub(crate) qkv_bias: bool,
+    /// A bias on the projection out.
+    pub(crate) o_bias: bool,
+    /// Each head of q and k is normalised before it is turned.
+    pub(crate) qk_norm: bool,
+}
+
 /// One layer's attention on one rank: an equal share of the query heads, and the KV heads those read.
 pub(crate) struct Attention {
     qkv: Linear,
     output: Linear,
+    qk_norm: Option<QkNorm>,
     rope: Arc<RopeTable>,
     heads: Heads,
     scale: f32,
@@ -32,9 +64,23 @@ pub(crate) struct Attention {
     op_workspace_bytes: usize,
 }
 
+/// The weights of norms, `[head_dim]` f32.
+struct QkNorm {
+    q: Tensor,
+    k: Tensor,
+    eps: f32,
+}
+
+impl QkNorm {
+    fn load(at: &Loader<'_>) -> Result<Self> {
+        let weight = |name| at.at(name).vector("weight", at.config().head_dim, Shard::Replicated);
+        Ok(QkNorm { q: weight("q_norm")?, k: weight("k_norm")?, eps: at.config().rms_norm_eps })
+    }
+}
+
 impl Attention {
     /// `layer` counts the model's layers from 0.
-    pub(crate) fn load(at: &Loader<'_>, layer: usize, rope: &Arc<RopeTable>) -> Result<Self> {
+    pub(crate) fn load(at: &Loader<'_>, layer: usize, kind: AttentionKind) -> Result<Self> {
         let config = at.config();
         let (hidden, head_dim, world) = (config.hidden_size, config.head_dim, at.place().world);
         if !config.num_heads.is_multiple_of(world) {
@@ -51,52 +97,16 @@ impl Attention {
         let heads =
             Heads { num_heads: config.num_heads / world, num_kv_heads: (config.num_kv_heads / world).max(1), head_dim };
         Ok(Attention {
-            qkv: Linear::column(&qkv, hidden, config.qkv_bias)?,
-            output: Linear::row(at.at("o_proj"), hidden, config.num_heads * head_dim, config.o_bias)?,
-            rope: rope.clone(),
+            qkv: Linear::column(&qkv, hidden, kind.qkv_bias)?,
+            output: Linear::row(at.at("o_proj"), hidden, config.num_heads * head_dim, kind.o_bias)?,
+            qk_norm: if kind.qk_norm { Some(QkNorm::load(at)?) } else { None },
+            rope: at.rope_table()?,
             heads,
             scale: 1.0 / (head_dim as f32).sqrt(),
             kv_layer: at.context().first_kv_layer + layer,
             has_first_key: true,
             op_workspace_bytes: workspace_bytes(at.device(), heads),
         })
-    }
-
-    /// No query sees the key at position 0 from now on.
-    pub(crate) fn leave_out_first_key(&mut self) {
-        self.has_first_key = false;
-    }
-
-    /// `x` becomes the attention of `x`; its K and V go to the cache first, so a token sees itself.
-    pub(crate) fn forward(&self, x: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
-        let mut qkv = self.qkv.output(x.rows_cols().0, x.dtype(), cx)?;
-        self.qkv.forward(x, &mut qkv, cx)?;
-        let attended = self.attend(&mut qkv, cx)?;
-        self.output.forward(&attended, x, cx)
-    }
-
-    /// [`forward`](Self::forward) of what may have yet to be normalised; its result goes to the residual stream, and `x` becomes the input
-    /// of what comes after the norm `next`.
-    pub(crate) fn forward_spread(
-        &self,
-        x: &mut Tensor,
-        spread: &mut Spread<'_>,
-        next: &RmsNorm,
-        [qkv_kernels, output_kernels]: [&dyn SpreadNorm; 2],
-        cx: &mut Forward<'_>,
-    ) -> Result<()> {
-        let mut qkv = self.qkv.output(x.rows_cols().0, x.dtype(), cx)?;
-        match spread.pending() {
-            Some(squares) => qkv_kernels.matmul(x, squares, &mut qkv)?,
-            None => self.qkv.forward(x, &mut qkv, cx)?,
-        }
-        let attended = self.attend(&mut qkv, cx)?;
-        spread.add(&attended, output_kernels, next, x)
-    }
-
-    /// What [`forward_spread`](Self::forward_spread) needs, where there is such for so many rows.
-    pub(crate) fn spread_norm(&self, tokens: usize) -> Option<[&dyn SpreadNorm; 2]> {
-        Some([self.qkv.spread_norm(tokens)?, self.output.spread_norm(tokens)?])
     }
 
     /// All heads' outputs, `[tokens, heads * head_dim]`.
@@ -108,21 +118,68 @@ impl Attention {
         let [k, v] = cx.kv.layer(self.kv_layer)?;
         let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], qkv.dtype())?;
         let (positions, heads, scale) = (batch.positions(), self.heads, self.scale);
+        if let Some(norm) = &self.qk_norm {
+            rms_norm_heads(qkv, &norm.q, &norm.k, norm.eps, heads)?;
+        }
         let attend = if self.has_first_key { rope_attention } else { rope_attention_after_first };
         attend(qkv, k, v, &positions, &self.rope, &ragged, heads, scale, &mut attended, cx.workspace)?;
         Ok(attended)
     }
+}
 
-    pub(crate) fn kv_layer(&self) -> KvLayer {
+impl SelfAttention for Attention {
+    fn forward(&self, x: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
+        let mut qkv = self.qkv.output(x.rows_cols().0, x.dtype(), cx)?;
+        self.qkv.forward(x, &mut qkv, cx)?;
+        let attended = self.attend(&mut qkv, cx)?;
+        self.output.forward(&attended, x, cx)
+    }
+
+    fn spread_norm(&self, tokens: usize) -> Option<SpreadAttention<'_>> {
+        let (qkv, output) = (self.qkv.spread_norm(tokens)?, self.output.spread_norm(tokens)?);
+        Some(SpreadAttention { attention: self, qkv, output })
+    }
+
+    fn leave_out_first_key(&mut self) {
+        self.has_first_key = false;
+    }
+
+    fn kv_layer(&self) -> KvLayer {
         KvLayer { num_kv_heads: self.heads.num_kv_heads, head_dim: self.heads.head_dim }
     }
 
-    /// Scratch memory that [`forward`](Self::forward) takes.
-    pub(crate) fn workspace_bytes(&self, step: StepSize, element_bytes: usize) -> usize {
+    fn workspace_bytes(&self, step: StepSize, element_bytes: usize) -> usize {
         let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
         let qkv = tensor_bytes(step.tokens * (num_heads + 2 * num_kv_heads) * head_dim, element_bytes);
         let attended = tensor_bytes(step.tokens * num_heads * head_dim, element_bytes);
         let after = self.output.workspace_bytes(step.tokens).max(self.op_workspace_bytes);
         qkv + self.qkv.workspace_bytes(step.tokens).max(attended + after)
+    }
+}
+
+/// An attention whose norms are spread over its products.
+pub(crate) struct SpreadAttention<'a> {
+    attention: &'a Attention,
+    qkv: &'a dyn SpreadNorm,
+    output: &'a dyn SpreadNorm,
+}
+
+impl SpreadAttention<'_> {
+    /// [`SelfAttention::forward`] of what may have yet to be normalised; its result goes to the residual stream, and `x` becomes the
+    /// input of what comes after the norm `next`.
+    pub(crate) fn forward(
+        &self,
+        x: &mut Tensor,
+        spread: &mut Spread<'_>,
+        next: &RmsNorm,
+        cx: &mut Forward<'_>,
+    ) -> Result<()> {
+        let mut qkv = self.attention.qkv.output(x.rows_cols().0, x.dtype(), cx)?;
+        match spread.pending() {
+            Some(squares) => self.qkv.matmul(x, squares, &mut qkv)?,
+            None => self.attention.qkv.forward(x, &mut qkv, cx)?,
+        }
+        let attended = self.attention.attend(&mut qkv, cx)?;
+        spread.add(&attended, self.output, next, x)
     }
 }

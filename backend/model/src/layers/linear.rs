@@ -40,6 +40,12 @@ impl Linear {
         Ok(Linear { weight: load_weight(&**scheme, &parts, in_features)?, bias, sums_over_ranks })
     }
 
+    /// As [`row`](Self::row), of which the caller sums the outputs over ranks.
+    pub(crate) fn row_partial(at: Loader<'_>, out_features: usize, in_features: usize) -> Result<Self> {
+        let row = Linear::row(at, out_features, in_features, false)?;
+        Ok(Linear { sums_over_ranks: false, ..row })
+    }
+
     /// `x` is `[tokens, this rank's inputs]`, `y` is `[tokens, this rank's outputs]`.
     pub(crate) fn forward(&self, x: &Tensor, y: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
         self.weight.matmul(&Activation::from(x), y, cx.workspace)?;

@@ -4,10 +4,12 @@ mod attention;
 mod embedding;
 mod linear;
 mod mlp;
+mod moe;
 mod norm;
 
-pub(crate) use attention::Attention;
+pub(crate) use attention::{Attention, AttentionKind, SelfAttention, SpreadAttention};
 pub(crate) use embedding::{Embedding, LmHead};
 pub(crate) use linear::Linear;
-pub(crate) use mlp::GatedMlp;
+pub(crate) use mlp::{FeedForward, GatedMlp, SpreadMlp};
+pub(crate) use moe::{Experts, SharedExpert, SparseMlp};
 pub(crate) use norm::{RmsNorm, Spread};

@@ -1,171 +1,24 @@
-//! Llama 2 and 3, SmolLM2, and with biases on q, k and v also Qwen2: pre-norm decoder, grouped-query attention, gated MLP.
+//! Llama 2 and 3, SmolLM2, and with biases on q, k and v also Qwen2: grouped-query attention, gated MLP.
 //!
 //! Source: Touvron et al. 2023, arXiv:2307.09288; Llama team 2024, arXiv:2407.21783; weight names as in the published checkpoints.
 
-use std::sync::Arc;
-
-use drafthorse_kernels::ops::rope::RopeTable;
-use drafthorse_kernels::{DType, Tensor};
-
-use super::model::{Ends, Model, StepSize, tensor_bytes};
+use super::decoder::{Decoder, DecoderLayer};
+use super::model::Model;
 use crate::error::Result;
-use crate::forward::Forward;
-use crate::kv_cache::KvLayer;
-use crate::layers::{Attention, Embedding, GatedMlp, LmHead, RmsNorm, Spread};
-use crate::quant::SpreadNorm;
+use crate::layers::{Attention, AttentionKind, GatedMlp};
 use crate::weights::Loader;
 
 /// `LlamaForCausalLM` and its kin.
-pub(crate) struct Llama {
-    embed: Embedding,
-    layers: Vec<DecoderLayer>,
-    norm: RmsNorm,
-    lm_head: LmHead,
-    hidden_size: usize,
-    /// Bytes of one activation.
-    element_bytes: usize,
+pub(super) fn load(loader: &Loader<'_>) -> Result<Box<dyn Model>> {
+    Decoder::load(loader, layer)
 }
 
-/// One layer of it, which drafters have too.
-pub(crate) struct DecoderLayer {
-    input_norm: RmsNorm,
-    attention: Attention,
-    post_norm: RmsNorm,
-    mlp: GatedMlp,
-}
-
-impl Llama {
-    /// Loads this rank's shard.
-    pub(crate) fn load(loader: &Loader<'_>) -> Result<Box<dyn Model>> {
-        let config = loader.config();
-        let model = loader.at("model");
-        let rope = loader.rope_table()?;
-        let layers = (0..config.num_layers).map(|i| DecoderLayer::load(&model.at(&format!("layers.{i}")), i, &rope));
-        let layers = layers.collect::<Result<_>>()?;
-        let (embed, lm_head) = Embedding::load_with_head(model.at("embed_tokens"), loader.at("lm_head"))?;
-        Ok(Box::new(Llama {
-            embed,
-            layers,
-            norm: RmsNorm::load(&model.at("norm"))?,
-            lm_head,
-            hidden_size: config.hidden_size,
-            element_bytes: loader.dtype().bytes(),
-        }))
-    }
-}
-
-impl DecoderLayer {
-    /// `index` counts the model's layers from 0.
-    pub(crate) fn load(at: &Loader<'_>, index: usize, rope: &Arc<RopeTable>) -> Result<Self> {
-        Ok(DecoderLayer {
-            input_norm: RmsNorm::load(&at.at("input_layernorm"))?,
-            attention: Attention::load(&at.at("self_attn"), index, rope)?,
-            post_norm: RmsNorm::load(&at.at("post_attention_layernorm"))?,
-            mlp: GatedMlp::load(&at.at("mlp"))?,
-        })
-    }
-
-    /// No query sees the key at position 0 from now on: nothing is written there.
-    pub(crate) fn leave_out_first_key(&mut self) {
-        self.attention.leave_out_first_key();
-    }
-
-    /// `x` becomes what [`forward`](Self::forward) takes, if this is the first layer.
-    pub(crate) fn begin(&self, residual: &Tensor, x: &mut Tensor) -> Result<()> {
-        self.input_norm.forward(residual, x)
-    }
-
-    pub(crate) fn kv_layer(&self) -> KvLayer {
-        self.attention.kv_layer()
-    }
-
-    /// Scratch memory that [`forward`](Self::forward) takes.
-    pub(crate) fn workspace_bytes(&self, step: StepSize, element_bytes: usize) -> usize {
-        let attention = self.attention.workspace_bytes(step, element_bytes);
-        attention.max(self.mlp.workspace_bytes(step.tokens, element_bytes))
-    }
-
-    /// `x` goes in normalised and comes out as what the next norm adds; `residual` gathers all layers.
-    pub(crate) fn forward(&self, x: &mut Tensor, residual: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
-        self.attention.forward(x, cx)?;
-        self.post_norm.add(x, residual)?;
-        self.mlp.forward(x, cx)
-    }
-
-    /// [`forward`](Self::forward) with norms that are spread over the products around them; `next` is that of the layer after.
-    fn forward_spread(
-        &self,
-        x: &mut Tensor,
-        spread: &mut Spread<'_>,
-        next: Option<&RmsNorm>,
-        [attention, mlp]: [[&dyn SpreadNorm; 2]; 2],
-        cx: &mut Forward<'_>,
-    ) -> Result<()> {
-        self.attention.forward_spread(x, spread, &self.post_norm, attention, cx)?;
-        self.mlp.forward_spread(x, spread, next, mlp, cx)
-    }
-
-    fn spread_norm(&self, tokens: usize) -> Option<[[&dyn SpreadNorm; 2]; 2]> {
-        Some([self.attention.spread_norm(tokens)?, self.mlp.spread_norm(tokens)?])
-    }
-}
-
-impl Model for Llama {
-    fn forward(&self, cx: &mut Forward<'_>) -> Result<Tensor> {
-        // In this order, since `x` is what outlives the call: memory is given back from the top.
-        let mut x = self.embed.output(cx)?;
-        let mut residual = self.embed.output(cx)?;
-        self.embed.forward(&mut residual, cx)?;
-        let (tokens, _) = x.rows_cols();
-        let spread_norms: Option<Vec<_>> = self.layers.iter().map(|layer| layer.spread_norm(tokens)).collect();
-        let Some(spread_norms) = spread_norms else {
-            for (i, layer) in self.layers.iter().enumerate() {
-                match i {
-                    0 => layer.begin(&residual, &mut x)?,
-                    _ => layer.input_norm.add(&mut x, &mut residual)?,
-                }
-                cx.tap(i, &residual)?;
-                layer.forward(&mut x, &mut residual, cx)?;
-            }
-            self.norm.add(&mut x, &mut residual)?;
-            return Ok(x);
-        };
-        let squares = cx.take([tokens, self.hidden_size / 16], DType::F32)?;
-        let mut spread = Spread { residual: &mut residual, squares, eps: None };
-        for (i, (layer, kernels)) in self.layers.iter().zip(spread_norms).enumerate() {
-            if i == 0 {
-                layer.input_norm.forward(spread.residual, &mut x)?;
-            }
-            cx.tap(i, spread.residual)?;
-            let next = self.layers.get(i + 1).map(|layer| &layer.input_norm);
-            layer.forward_spread(&mut x, &mut spread, next, kernels, cx)?;
-        }
-        drop(spread);
-        self.norm.add(&mut x, &mut residual)?;
-        Ok(x)
-    }
-
-    fn logits(&self, hidden: &Tensor, cx: &mut Forward<'_>) -> Result<Tensor> {
-        self.lm_head.forward(hidden, cx)
-    }
-
-    fn kv_layers(&self) -> Vec<KvLayer> {
-        self.layers.iter().map(DecoderLayer::kv_layer).collect()
-    }
-
-    fn workspace_bytes(&self, step: StepSize) -> usize {
-        let hidden = |rows| tensor_bytes(rows * self.hidden_size, self.element_bytes);
-        let of_layer = |layer: &DecoderLayer| layer.workspace_bytes(step, self.element_bytes);
-        let layers = self.layers.iter().map(of_layer).max().unwrap_or(0);
-        let head = hidden(step.logit_rows) + self.lm_head.workspace_bytes(step.logit_rows);
-        // The squares of spread norms, in f32.
-        let squares = tensor_bytes(step.tokens * self.hidden_size / 16, 4);
-        hidden(step.tokens) + head.max(hidden(step.tokens) + squares + layers)
-    }
-
-    fn ends(&self) -> Option<Ends> {
-        Some(Ends { table: self.embed.weight(), head: self.lm_head.weight() })
-    }
+/// Layer `index`, counted from 0.
+pub(crate) fn layer(at: &Loader<'_>, index: usize) -> Result<DecoderLayer> {
+    let config = at.config();
+    let kind = AttentionKind { qkv_bias: config.qkv_bias, o_bias: config.o_bias, qk_norm: false };
+    let attention = Attention::load(&at.at("self_attn"), index, kind)?;
+    DecoderLayer::new(at, attention, Box::new(GatedMlp::load(&at.at("mlp"), config.intermediate_size)?))
 }
 
 #[cfg(test)]

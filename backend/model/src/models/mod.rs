@@ -1,12 +1,14 @@
 //! The table of architectures.
 
-mod llama;
+mod decoder;
+pub(crate) mod llama;
+mod mixtral;
 mod model;
+mod qwen2_moe;
 #[cfg(test)]
 mod reference;
 
-pub(crate) use llama::DecoderLayer;
-use llama::Llama;
+pub(crate) use decoder::DecoderLayer;
 pub(crate) use model::tensor_bytes;
 pub use model::{Ends, Model, StepSize};
 
@@ -16,7 +18,12 @@ use crate::weights::Loader;
 type Build = fn(&Loader<'_>) -> Result<Box<dyn Model>>;
 
 /// `architectures[0]` of `config.json` to what builds it.
-const ARCHITECTURES: [(&str, Build); 2] = [("LlamaForCausalLM", Llama::load), ("Qwen2ForCausalLM", Llama::load)];
+const ARCHITECTURES: &[(&str, Build)] = &[
+    ("LlamaForCausalLM", llama::load),
+    ("MixtralForCausalLM", mixtral::load),
+    ("Qwen2ForCausalLM", llama::load),
+    ("Qwen2MoeForCausalLM", qwen2_moe::load),
+];
 
 /// What builds `architecture`.
 ///
@@ -25,7 +32,7 @@ const ARCHITECTURES: [(&str, Build); 2] = [("LlamaForCausalLM", Llama::load), ("
 pub(crate) fn builder(architecture: &str) -> Result<Build> {
     let found = ARCHITECTURES.iter().find(|(name, _)| *name == architecture).map(|&(_, build)| build);
     found.ok_or_else(|| {
-        let supported = ARCHITECTURES.map(|(name, _)| name).join(", ");
+        let supported = ARCHITECTURES.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
         ModelError::UnknownArchitecture { name: architecture.to_owned(), supported }
     })
 }

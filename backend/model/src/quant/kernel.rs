@@ -5,6 +5,7 @@ use drafthorse_kernels::ops::matmul_bf16::{self, Bf16Weight, Squares};
 use drafthorse_kernels::ops::matmul_f32::{self, F32Weight};
 use drafthorse_kernels::ops::matmul_int4::{self, Int4Weight};
 use drafthorse_kernels::ops::matmul_int8::{self, Int8Weight};
+use drafthorse_kernels::ops::moe::{Groups, Rows, matmul_workspace_bytes};
 use drafthorse_kernels::{DType, Device, Tensor, Workspace};
 
 use super::scheme::{Activation, ActivationFormat, QuantWeight, SpreadNorm};
@@ -29,6 +30,17 @@ macro_rules! quant_weight {
                 $spreads(self, tokens).then_some(self)
             })?
 
+            fn matmul_experts(
+                &self,
+                x: &Activation<'_>,
+                rows: Rows,
+                groups: &Groups,
+                y: &mut Tensor,
+                workspace: &Workspace,
+            ) -> Result<()> {
+                Ok($op::matmul_experts(x.values, rows, self, groups, y, workspace)?)
+            }
+
             fn gather(&self, ids: &Tensor, y: &mut Tensor) -> Result<()> {
                 Ok($op::gather(self, ids, y)?)
             }
@@ -48,6 +60,11 @@ macro_rules! quant_weight {
             fn workspace_bytes(&self, tokens: usize) -> usize {
                 let [_, inputs] = self.dims();
                 workspace_bytes(tokens, inputs)
+            }
+
+            fn experts_workspace_bytes(&self, pairs: usize, num_experts: usize) -> usize {
+                let [_, inputs] = self.dims();
+                matmul_workspace_bytes(pairs, inputs, num_experts)
             }
         }
     };

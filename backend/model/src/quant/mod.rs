@@ -93,15 +93,31 @@ impl GroupSize {
 }
 
 /// The schemes of a model's layers.
+///
+/// | layers                                  | as stored | quantized at load       | stored quantized |
+/// |-----------------------------------------|-----------|-------------------------|------------------|
+/// | linear layers of attention and MLPs     | `none`    | the scheme asked for    | `quant_method`   |
+/// | experts, routed and shared              | `none`    | the scheme asked for    | `quant_method`   |
+/// | head, also as a tied embedding table    | `none`    | int8, groups of 32      | `quant_method`, unless it was left out |
+/// | embedding table of its own              | `none`    | `none`                  | `quant_method`, unless it was left out |
+/// | routers, gates of shared experts        | `none`    | `none`                  | `none`           |
+/// | norms, biases, correction biases        | f32       | f32                     | f32              |
 pub(crate) struct Schemes {
+    /// Of linear layers and experts.
     pub(crate) linear: Box<dyn QuantScheme>,
     /// The head, and the embedding table if it is the same.
     pub(crate) head: Box<dyn QuantScheme>,
     /// An embedding table of its own.
     pub(crate) embedding: Box<dyn QuantScheme>,
+    /// Of routers: a rounded one would choose other experts.
+    pub(crate) router: Box<dyn QuantScheme>,
 }
 
 impl Schemes {
+    fn new(linear: Box<dyn QuantScheme>, head: Box<dyn QuantScheme>, embedding: Box<dyn QuantScheme>) -> Self {
+        Schemes { linear, head, embedding, router: Box::new(Unquantized) }
+    }
+
     pub(crate) fn name(&self) -> &'static str {
         self.linear.name()
     }
@@ -115,14 +131,14 @@ const AT_LOAD: [(&str, fn(Option<i64>) -> Result<Schemes>); 3] =
 const STORED: [(&str, fn(&StoredQuantization) -> Result<Schemes>); 1] = [(GgufBlocks::NAME, gguf_blocks)];
 
 fn unquantized(_: Option<i64>) -> Result<Schemes> {
-    Ok(Schemes { linear: Box::new(Unquantized), head: Box::new(Unquantized), embedding: Box::new(Unquantized) })
+    Ok(Schemes::new(Box::new(Unquantized), Box::new(Unquantized), Box::new(Unquantized)))
 }
 
 /// Groups of 32 where these fill a row, unless a size is asked for. One scale a channel (-1) loses too much on small models: on
 /// SmolLM2-135M a KL divergence of 4e-3 against under 2e-3.
 fn weight_only_int8(group_size: Option<i64>) -> Result<Schemes> {
     let group = group_size.map_or(Ok(GroupSize::Fitting(&[32])), GroupSize::new)?;
-    Ok(Schemes { linear: Box::new(WeightOnlyInt8 { group }), head: int8_head(), embedding: Box::new(Unquantized) })
+    Ok(Schemes::new(Box::new(WeightOnlyInt8 { group }), int8_head(), Box::new(Unquantized)))
 }
 
 /// Groups of 128, or fewer where these do not fill a row, unless a size is asked for. Short rows get 32: a small model has nothing
@@ -130,7 +146,7 @@ fn weight_only_int8(group_size: Option<i64>) -> Result<Schemes> {
 fn weight_only_int4(group_size: Option<i64>) -> Result<Schemes> {
     let group =
         group_size.map_or(Ok(GroupSize::ByRow { from: 2048, long: &[128, 64, 32], short: &[32] }), GroupSize::new)?;
-    Ok(Schemes { linear: Box::new(WeightOnlyInt4 { group }), head: int8_head(), embedding: Box::new(Unquantized) })
+    Ok(Schemes::new(Box::new(WeightOnlyInt4 { group }), int8_head(), Box::new(Unquantized)))
 }
 
 /// The head keeps 8 bits and small groups: it is one layer of many, and no later one can even out its errors. Tied, it is the
@@ -141,7 +157,7 @@ fn int8_head() -> Box<dyn QuantScheme> {
 
 fn gguf_blocks(stored: &StoredQuantization) -> Result<Schemes> {
     let scheme = || GgufBlocks::new(stored).map(|scheme| Box::new(scheme) as Box<dyn QuantScheme>);
-    Ok(Schemes { linear: scheme()?, head: scheme()?, embedding: scheme()? })
+    Ok(Schemes::new(scheme()?, scheme()?, scheme()?))
 }
 
 /// The schemes for a checkpoint stored as `stored` says, of which `wanted` is asked.

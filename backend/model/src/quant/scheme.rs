@@ -1,6 +1,7 @@
 //! The seam for weight formats.
 
 use drafthorse_kernels::ops::matmul_bf16::Squares;
+use drafthorse_kernels::ops::moe::{Groups, Rows};
 use drafthorse_kernels::{Tensor, Workspace};
 
 use crate::error::Result;
@@ -89,6 +90,17 @@ pub trait QuantWeight: Send + Sync {
     /// `y = x @ weightᵀ`; `x` is `[tokens, in]`, `y` is `[tokens, out]`, f32 or bf16.
     fn matmul(&self, x: &Activation<'_>, y: &mut Tensor, workspace: &Workspace) -> Result<()>;
 
+    /// `y[i] = x[row of pair i] @ (its expert's part of the weight)ᵀ`, the weight being those of all experts, one below the other. `x` is
+    /// `[tokens or pairs, in]`, as `rows` says, `y` is `[pairs, out / experts]`; see [`drafthorse_kernels::ops::moe`].
+    fn matmul_experts(
+        &self,
+        x: &Activation<'_>,
+        rows: Rows,
+        groups: &Groups,
+        y: &mut Tensor,
+        workspace: &Workspace,
+    ) -> Result<()>;
+
     /// `y = silu(x @ gateᵀ) * (x @ upᵀ)` in one pass, `weight` being gate above up; `false`, and nothing done, where there is no
     /// kernel for it.
     fn gated(&self, _x: &Activation<'_>, _y: &mut Tensor) -> Result<bool> {
@@ -114,4 +126,7 @@ pub trait QuantWeight: Send + Sync {
 
     /// Scratch memory that [`matmul`](Self::matmul) takes for `tokens` rows.
     fn workspace_bytes(&self, tokens: usize) -> usize;
+
+    /// Scratch memory that [`matmul_experts`](Self::matmul_experts) takes for so many pairs.
+    fn experts_workspace_bytes(&self, pairs: usize, num_experts: usize) -> usize;
 }

@@ -55,8 +55,8 @@ pub(crate) struct LoadContext<'a> {
     pub(crate) progress: Option<&'a dyn Fn(LoadProgress)>,
     uploads: RefCell<Option<Uploads>>,
     weight_bytes: Cell<usize>,
-    /// Made once for all layers.
-    rope: OnceCell<Arc<RopeTable>>,
+    /// Made once for all layers: while the checkpoint is looked at, and when it is read.
+    rope: [OnceCell<Arc<RopeTable>>; 2],
 }
 
 impl<'a> LoadContext<'a> {
@@ -78,7 +78,7 @@ impl<'a> LoadContext<'a> {
             progress: None,
             uploads: RefCell::default(),
             weight_bytes: Cell::new(0),
-            rope: OnceCell::new(),
+            rope: Default::default(),
         }
     }
 
@@ -176,17 +176,13 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// If the device is out of memory.
     pub(crate) fn rope_table(&self) -> Result<Arc<RopeTable>> {
-        if self.context.checkpoint.is_checking() {
-            return Ok(Arc::new(RopeTable::new(self.device(), &self.config().rope)?));
+        let cached = &self.context.rope[usize::from(self.context.checkpoint.is_checking())];
+        if let Some(table) = cached.get() {
+            return Ok(table.clone());
         }
-        let cached = &self.context.rope;
-        if cached.get().is_none() {
-            // Nothing else sets it meanwhile: a loader stays on its thread.
-            let _ = cached.set(Arc::new(RopeTable::new(self.device(), &self.config().rope)?));
-        }
-        let table = cached.get().expect("set above").clone();
+        let table = Arc::new(RopeTable::new(self.device(), &self.config().rope)?);
         self.context.count_weight(table.size_bytes());
-        Ok(table)
+        Ok(cached.get_or_init(|| table).clone())
     }
 
     pub(crate) fn context(&self) -> &'a LoadContext<'a> {

@@ -1,0 +1,178 @@
+//! A mixture of experts in place of the MLP: each token goes through a few of many, and through those that are shared.
+//!
+//! Source: Jiang et al. 2024, arXiv:2401.04088 (Mixtral); Dai et al. 2024, arXiv:2401.06066 (shared experts). The steps are those of
+//! [`drafthorse_kernels::ops::moe`]. Ranks have an equal part of every expert's width, and sum once at the end.
+
+use drafthorse_kernels::ops::moe::{Groups, Router, Rows, Shared, combine, permute, route};
+use drafthorse_kernels::ops::silu_mul::silu_mul;
+use drafthorse_kernels::{DType, Tensor};
+
+use super::linear::load_weight;
+use super::mlp::{FeedForward, GatedMlp};
+use crate::error::Result;
+use crate::forward::Forward;
+use crate::models::tensor_bytes;
+use crate::quant::{Activation, Part, QuantWeight};
+use crate::weights::{Loader, Shard};
+
+/// What families differ in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Experts {
+    pub(crate) router: Router,
+    /// The router has a `gate.e_score_correction_bias`, which chooses but does not count.
+    pub(crate) has_correction_bias: bool,
+    /// Width of one expert between its projections.
+    pub(crate) intermediate: usize,
+    /// What the projections gate, up and down of an expert are called.
+    pub(crate) projections: [&'static str; 3],
+    pub(crate) shared: Option<SharedExpert>,
+}
+
+impl Experts {
+    /// The names of all families but Mixtral.
+    pub(crate) const PROJECTIONS: [&'static str; 3] = ["gate_proj", "up_proj", "down_proj"];
+}
+
+/// An MLP that all tokens go through.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SharedExpert {
+    /// Where it is, below the layer's `mlp`.
+    pub(crate) name: &'static str,
+    pub(crate) intermediate: usize,
+    /// What decides how much it counts, by a sigmoid; without, it counts as it is.
+    pub(crate) gate: Option<&'static str>,
+}
+
+/// One layer's experts on one rank.
+pub(crate) struct SparseMlp {
+    router: Router,
+    /// `[experts, hidden]`.
+    gate: Box<dyn QuantWeight>,
+    /// `[experts]` f32.
+    correction_bias: Option<Tensor>,
+    /// `[experts * 2 * intermediate, hidden]`: each expert's gate above its up.
+    gate_up: Box<dyn QuantWeight>,
+    /// `[experts * hidden, intermediate]`.
+    down: Box<dyn QuantWeight>,
+    shared: Option<SharedMlp>,
+    /// Width of an expert on this rank.
+    intermediate: usize,
+    hidden: usize,
+    sums_over_ranks: bool,
+}
+
+struct SharedMlp {
+    mlp: GatedMlp,
+    /// `[1, hidden]`.
+    gate: Option<Box<dyn QuantWeight>>,
+}
+
+impl SparseMlp {
+    /// Loads this rank's shard of the experts at `at`.
+    pub(crate) fn load(at: &Loader<'_>, experts: &Experts) -> Result<Self> {
+        let Experts { router, intermediate, projections: [gate, up, down], .. } = *experts;
+        router.check()?;
+        let (hidden, world) = (at.config().hidden_size, at.place().world);
+        let schemes = at.context().schemes;
+        let of_experts = |projections: &[&str], out_features, shard| -> Vec<Part<'_>> {
+            let names = (0..router.num_experts).flat_map(|i| projections.iter().map(move |name| (i, name)));
+            names.map(|(i, name)| Part { at: at.at(&format!("experts.{i}.{name}")), out_features, shard }).collect()
+        };
+        let gate_up = of_experts(&[gate, up], intermediate, Shard::Out);
+        let down = of_experts(&[down], hidden, Shard::In);
+        let unsplit = |name, out_features| {
+            let part = Part { at: at.at(name), out_features, shard: Shard::Replicated };
+            load_weight(&*schemes.router, &[part], hidden)
+        };
+        let shared = experts.shared.map(|shared| -> Result<SharedMlp> {
+            let mlp = GatedMlp::load_partial(&at.at(shared.name), shared.intermediate)?;
+            Ok(SharedMlp { mlp, gate: shared.gate.map(|gate| unsplit(gate, 1)).transpose()? })
+        });
+        let correction_bias = match experts.has_correction_bias {
+            true => Some(at.at("gate").vector("e_score_correction_bias", router.num_experts, Shard::Replicated)?),
+            false => None,
+        };
+        Ok(SparseMlp {
+            router,
+            gate: unsplit("gate", router.num_experts)?,
+            correction_bias,
+            gate_up: load_weight(&*schemes.linear, &gate_up, hidden)?,
+            down: load_weight(&*schemes.linear, &down, intermediate)?,
+            shared: shared.transpose()?,
+            intermediate: intermediate / world,
+            hidden,
+            sums_over_ranks: world > 1,
+        })
+    }
+
+    /// Each token's experts and what they count.
+    fn route(&self, x: &Tensor, ids: &mut Tensor, weights: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
+        let mut logits = cx.take([x.rows_cols().0, self.router.num_experts], DType::F32)?;
+        self.gate.matmul(&Activation::from(x), &mut logits, cx.workspace)?;
+        Ok(route(&mut logits, self.correction_bias.as_ref(), &self.router, ids, weights)?)
+    }
+
+    /// `silu(gate(x)) * up(x)` of each pair's expert.
+    fn gate(&self, x: &Tensor, groups: &Groups, cx: &Forward<'_>) -> Result<Tensor> {
+        let pairs = groups.num_pairs();
+        // First: it outlives the call.
+        let mut gated = cx.take([pairs, self.intermediate], x.dtype())?;
+        let mut gate_up = cx.take([pairs, 2 * self.intermediate], x.dtype())?;
+        self.gate_up.matmul_experts(&Activation::from(x), Rows::OfTokens, groups, &mut gate_up, cx.workspace)?;
+        silu_mul(&gate_up, &mut gated)?;
+        Ok(gated)
+    }
+}
+
+impl FeedForward for SparseMlp {
+    fn forward(&self, x: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
+        let (tokens, _) = x.rows_cols();
+        let Router { num_experts, top_k, .. } = self.router;
+        let mut ids = cx.take([tokens, top_k], DType::I32)?;
+        let mut weights = cx.take([tokens, top_k], DType::F32)?;
+        self.route(x, &mut ids, &mut weights, cx)?;
+        let mut groups = Groups::take(cx.workspace, tokens, top_k, num_experts)?;
+        permute(&ids, &mut groups)?;
+
+        let gated = self.gate(x, &groups, cx)?;
+        let mut out = cx.take([groups.num_pairs(), self.hidden], x.dtype())?;
+        self.down.matmul_experts(&Activation::from(&gated), Rows::OfPairs, &groups, &mut out, cx.workspace)?;
+
+        match &self.shared {
+            None => combine(&out, &groups, &weights, None, x)?,
+            Some(shared) => {
+                let mut y = cx.take([tokens, self.hidden], x.dtype())?;
+                shared.mlp.forward_to(x, &mut y, cx)?;
+                let mut counts = cx.take([tokens, 1], DType::F32)?;
+                if let Some(gate) = &shared.gate {
+                    gate.matmul(&Activation::from(&*x), &mut counts, cx.workspace)?;
+                }
+                let gate = shared.gate.as_ref().map(|_| &counts);
+                combine(&out, &groups, &weights, Some(Shared { x: &y, gate }), x)?;
+            }
+        }
+        if self.sums_over_ranks {
+            cx.comm.all_reduce(x)?;
+        }
+        Ok(())
+    }
+
+    fn workspace_bytes(&self, tokens: usize, element_bytes: usize) -> usize {
+        let Router { num_experts, top_k, .. } = self.router;
+        let pairs = tokens * top_k;
+        let choices = 2 * tensor_bytes(pairs, DType::F32.bytes());
+        let logits = tensor_bytes(tokens * num_experts, DType::F32.bytes()) + self.gate.workspace_bytes(tokens);
+        let width = |rows: usize, width| tensor_bytes(rows * width, element_bytes);
+        let gate_up = width(pairs, 2 * self.intermediate) + self.gate_up.experts_workspace_bytes(pairs, num_experts);
+        let out = width(pairs, self.hidden);
+        let down = out + self.down.experts_workspace_bytes(pairs, num_experts);
+        let shared = self.shared.as_ref().map_or(0, |shared| {
+            let gate = shared.gate.as_ref().map_or(0, |gate| gate.workspace_bytes(tokens));
+            let counts = tensor_bytes(tokens, DType::F32.bytes());
+            let mlp = shared.mlp.workspace_bytes(tokens, element_bytes);
+            out + width(tokens, self.hidden) + mlp.max(counts + gate)
+        });
+        let experts = width(pairs, self.intermediate) + gate_up.max(down).max(shared);
+        choices + logits.max(Groups::bytes(tokens, top_k, num_experts) + experts)
+    }
+}
