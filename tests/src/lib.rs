@@ -3,6 +3,8 @@
 #![forbid(unsafe_code)]
 
 pub mod close;
+pub mod families;
+pub mod families;
 pub mod runner;
 pub mod sample;
 pub mod tiny;
