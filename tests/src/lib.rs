@@ -4,7 +4,6 @@
 
 pub mod close;
 pub mod families;
-pub mod families;
 pub mod runner;
 pub mod sample;
 pub mod tiny;

@@ -17,7 +17,7 @@ impl Keys {
     ///
     /// # Errors
     /// `MissingKey`, `Unsupported`.
-    pub(crate) fn size(&self, key: &'static str) -> Result<usize> {
+    pub fn size(&self, key: &'static str) -> Result<usize> {
         match self.count(key)? {
             None => Err(ModelError::MissingKey { key }),
             Some(0) => Err(refused(key, &Value::from(0), "1 and more")),
@@ -29,20 +29,20 @@ impl Keys {
     ///
     /// # Errors
     /// `Unsupported`.
-    pub(crate) fn count(&self, key: &str) -> Result<Option<usize>> {
+    pub fn count(&self, key: &str) -> Result<Option<usize>> {
         let whole = |value: &Value| value.as_u64().and_then(|value| usize::try_from(value).ok());
         self.get(key).map(|value| whole(value).ok_or_else(|| refused(key, value, "whole numbers from 0"))).transpose()
     }
 
     /// # Errors
     /// `Unsupported`.
-    pub(crate) fn number(&self, key: &str) -> Result<Option<f64>> {
+    pub fn number(&self, key: &str) -> Result<Option<f64>> {
         self.get(key).map(|value| value.as_f64().ok_or_else(|| refused(key, value, "numbers"))).transpose()
     }
 
     /// # Errors
     /// `Unsupported`.
-    pub(crate) fn flag(&self, key: &str) -> Result<Option<bool>> {
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         self.get(key).map(|value| value.as_bool().ok_or_else(|| refused(key, value, "true, false"))).transpose()
     }
 
@@ -50,7 +50,7 @@ impl Keys {
     ///
     /// # Errors
     /// `Unsupported`, naming the table.
-    pub(crate) fn one_of<T: Copy>(&self, key: &str, table: &[(&str, T)]) -> Result<Option<T>> {
+    pub fn one_of<T: Copy>(&self, key: &str, table: &[(&str, T)]) -> Result<Option<T>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match table.iter().find(|(name, _)| value.as_str() == Some(name)) {
             Some(&(_, meaning)) => Ok(Some(meaning)),
@@ -65,7 +65,7 @@ impl Keys {
     ///
     /// # Errors
     /// `Unsupported`.
-    pub(crate) fn indices(&self, key: &str) -> Result<Vec<usize>> {
+    pub fn indices(&self, key: &str) -> Result<Vec<usize>> {
         let Some(value) = self.get(key) else { return Ok(Vec::new()) };
         let indices: Option<Vec<usize>> = value.as_array().and_then(|all| {
             all.iter().map(|index| index.as_u64().and_then(|index| usize::try_from(index).ok())).collect()
