@@ -45,6 +45,8 @@ pub struct ModelConfig {
     pub dtype: Option<DType>,
     /// How the weights are quantized in the checkpoint.
     pub quantization: Option<StoredQuantization>,
+    /// Tokens that a token looks back on, itself among them, where that is less than the context. No longer sequence is possible.
+    pub sliding_window: Option<usize>,
     /// What the family alone knows.
     pub keys: Keys,
 }
@@ -134,6 +136,20 @@ impl ModelConfig {
         2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.bytes()
     }
 
+    /// Refuses a sliding window that sequences of at most `longest` tokens could outgrow.
+    ///
+    /// # Errors
+    /// `Unsupported`.
+    pub(crate) fn check_window(&self, longest: Option<usize>) -> Result<()> {
+        match self.sliding_window {
+            Some(window) if longest.is_none_or(|longest| longest > window) => {
+                let supported = format!("null, use_sliding_window false, or a max_model_len of at most {window}");
+                Err(unsupported("sliding_window", &window, supported))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Makes the rotary table no longer than `max` positions. The model's context stays what it is.
     pub(crate) fn limit_positions(&mut self, max: Option<usize>) {
         // Dynamic scaling derives its angles from the length of the table.
@@ -180,7 +196,8 @@ impl Raw {
             return Err(unsupported("rms_norm_eps", &eps, "0 up to below 1"));
         }
         self.check_activation()?;
-        self.check_windows()?;
+        self.check_layer_types()?;
+        let sliding_window = self.window();
         let max_position_embeddings = need("max_position_embeddings", self.max_position_embeddings.or(Some(2048)))?;
         let rope = self.rope(head_dim, max_position_embeddings)?;
         // Qwen2's q, k and v have biases by definition, whatever its config says.
@@ -210,6 +227,7 @@ impl Raw {
             },
             bos_token_id: self.bos_token_id,
             dtype: self.dtype.or(self.torch_dtype).as_deref().and_then(float_dtype),
+            sliding_window,
             quantization: self.quantization_config,
             keys: Keys::default(),
         })
@@ -222,18 +240,25 @@ impl Raw {
         }
     }
 
-    /// A window that no sequence outgrows does nothing; a smaller one is not implemented.
-    fn check_windows(&self) -> Result<()> {
-        let sliding = |kind: &&String| !matches!(kind.as_str(), "full_attention" | "attention");
-        if let Some(kind) = self.layer_types.iter().flatten().find(sliding) {
-            return Err(unsupported("layer_types", &kind, "full_attention"));
+    /// Layers of other kinds than full attention are not implemented.
+    fn check_layer_types(&self) -> Result<()> {
+        let is_known = |kind: &str| match kind {
+            "full_attention" | "attention" => true,
+            // Its window is in `sliding_window`.
+            "sliding_attention" => self.sliding_window.is_some(),
+            _ => false,
+        };
+        match self.layer_types.iter().flatten().find(|kind| !is_known(kind)) {
+            Some(kind) => Err(unsupported("layer_types", kind, "full_attention, sliding_attention with a sliding_window")),
+            None => Ok(()),
         }
-        let Some(window) = self.sliding_window else { return Ok(()) };
+    }
+
+    /// A window that no sequence outgrows does nothing.
+    fn window(&self) -> Option<usize> {
         let in_use = self.use_sliding_window.unwrap_or(true);
-        if in_use && self.max_position_embeddings.is_none_or(|max| window < max) {
-            return Err(unsupported("sliding_window", &window, "null, use_sliding_window false, or the whole context"));
-        }
-        Ok(())
+        let smaller = |window: &usize| self.max_position_embeddings.is_none_or(|max| *window < max);
+        self.sliding_window.filter(|window| in_use && smaller(window))
     }
 
     /// Rotary embedding, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
@@ -429,12 +454,8 @@ mod tests {
             "config.json: num_attention_heads is 6, supported: a divisor of hidden_size, which is 64, or head_dim given"
         );
         assert_eq!(
-            refusal(r#"{"sliding_window": 128}"#),
-            "config.json: sliding_window is 128, supported: null, use_sliding_window false, or the whole context"
-        );
-        assert_eq!(
-            refusal(r#"{"layer_types": ["full_attention", "sliding_attention"]}"#),
-            "config.json: layer_types is sliding_attention, supported: full_attention"
+            refusal(r#"{"layer_types": ["full_attention", "chunked_attention"]}"#),
+            "config.json: layer_types is chunked_attention, supported: full_attention, sliding_attention with a sliding_window"
         );
         assert_eq!(refusal(r#"{"vocab_size": null}"#), "config.json has no vocab_size");
         assert_eq!(
@@ -444,9 +465,17 @@ mod tests {
     }
 
     #[test]
-    fn a_window_that_is_not_in_use_does_no_harm() {
-        parse(r#"{"sliding_window": 128, "use_sliding_window": false}"#).unwrap();
-        parse(r#"{"sliding_window": 256}"#).unwrap();
+    fn a_window_is_refused_unless_no_sequence_outgrows_it() {
+        let outcome = |changes: &str, max| match parse(changes).unwrap().check_window(max) {
+            Ok(()) => "fits".to_owned(),
+            Err(err) => err.to_string(),
+        };
+        let refused = "config.json: sliding_window is 128, supported: null, use_sliding_window false, or a max_model_len of at most 128";
+        assert_eq!(outcome(r#"{"sliding_window": 128}"#, None), refused);
+        assert_eq!(outcome(r#"{"sliding_window": 128, "layer_types": ["sliding_attention"]}"#, Some(129)), refused);
+        assert_eq!(outcome(r#"{"sliding_window": 128}"#, Some(128)), "fits");
+        assert_eq!(outcome(r#"{"sliding_window": 128, "use_sliding_window": false}"#, None), "fits");
+        assert_eq!(outcome(r#"{"sliding_window": 256}"#, None), "fits");
     }
 
     #[test]

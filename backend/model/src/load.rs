@@ -23,6 +23,8 @@ pub struct LoadOptions<'a> {
     pub random_weights: bool,
     /// Positions that any sequence comes to, if fewer than the model was made for: tables need no more.
     pub max_positions: Option<usize>,
+    /// Tokens of the longest sequence, if fewer than the model was made for.
+    pub max_sequence: Option<usize>,
     /// Index of the model's first layer in the KV cache: 0, or for a drafter the number of the target's layers.
     pub first_kv_layer: usize,
     /// Called on the loading thread as bytes come in.
@@ -39,6 +41,7 @@ impl Default for LoadOptions<'_> {
             place: Place::ALONE,
             random_weights: false,
             max_positions: None,
+            max_sequence: None,
             first_kv_layer: 0,
             progress: None,
         }
@@ -63,6 +66,7 @@ pub struct Loaded {
 pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
     let start = Instant::now();
     let mut config = ModelConfig::from_dir(dir)?;
+    config.check_window(options.max_sequence)?;
     config.limit_positions(options.max_positions);
     let build = models::builder(&config.architecture)?;
     let schemes = quant::schemes(options.quant.as_ref(), config.quantization.as_ref())?;

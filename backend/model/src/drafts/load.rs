@@ -37,6 +37,7 @@ pub struct Draft {
 /// `OtherBase` if it is for another model, `NoMtp` if it is none, and as [`load`](crate::load).
 pub fn load_draft(dir: &Path, base: Base<'_>, options: &LoadOptions<'_>) -> Result<Draft> {
     let mut config = ModelConfig::from_dir(dir)?;
+    config.check_window(options.max_sequence)?;
     config.limit_positions(options.max_positions);
     for (key, got, want) in [
         ("vocab_size", config.vocab_size, base.config.vocab_size),
