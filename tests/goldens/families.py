@@ -61,6 +61,7 @@ CASES = {
         mlp_only_layers=[],
         use_sliding_window=False,
     ),
+    "mistral": family("MistralForCausalLM", "mistral", sliding_window=None, rope_theta=1000.0),
 }
 
 

@@ -43,6 +43,7 @@ const FEATURES: &[Feature] = &[
     tensor("qwen2_moe", "biases on q, k and v", ".bias", 0.0),
     tensor("qwen2_moe", "the gate of what is shared", "shared_expert_gate", 0.0),
     tensor("qwen2_moe", "the shared expert", "shared_expert.down_proj", 0.0),
+    key("mistral", "its rope base", r#"{"rope_theta": 10000.0}"#),
 ];
 
 fn runner(folder: &TempDir, dtype: DType, family: &Family) -> Runner {

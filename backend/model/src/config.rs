@@ -249,7 +249,9 @@ impl Raw {
             _ => false,
         };
         match self.layer_types.iter().flatten().find(|kind| !is_known(kind)) {
-            Some(kind) => Err(unsupported("layer_types", kind, "full_attention, sliding_attention with a sliding_window")),
+            Some(kind) => {
+                Err(unsupported("layer_types", kind, "full_attention, sliding_attention with a sliding_window"))
+            }
             None => Ok(()),
         }
     }

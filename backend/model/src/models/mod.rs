@@ -2,6 +2,7 @@
 
 mod decoder;
 pub(crate) mod llama;
+mod mistral;
 mod mixtral;
 mod model;
 mod qwen2_moe;
@@ -20,6 +21,7 @@ type Build = fn(&Loader<'_>) -> Result<Box<dyn Model>>;
 /// `architectures[0]` of `config.json` to what builds it.
 const ARCHITECTURES: &[(&str, Build)] = &[
     ("LlamaForCausalLM", llama::load),
+    ("MistralForCausalLM", mistral::load),
     ("MixtralForCausalLM", mixtral::load),
     ("Qwen2ForCausalLM", llama::load),
     ("Qwen2MoeForCausalLM", qwen2_moe::load),
