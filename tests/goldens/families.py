@@ -45,6 +45,8 @@ def family(architecture: str, model_type: str, **changes) -> dict:
 
 MIXTRAL = family("MixtralForCausalLM", "mixtral", num_local_experts=8, num_experts_per_tok=2, sliding_window=None, intermediate_size=48)
 
+# Heads of another width than hidden / heads.
+QWEN3 = family("Qwen3ForCausalLM", "qwen3", head_dim=24, attention_bias=False, use_sliding_window=False, tie_word_embeddings=True)
 # All that the two Qwen families of experts have in common.
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
@@ -62,6 +64,8 @@ CASES = {
         use_sliding_window=False,
     ),
     "mistral": family("MistralForCausalLM", "mistral", sliding_window=None, rope_theta=1000.0),
+    "qwen3": QWEN3,
+    "qwen3_yarn": {**QWEN3, "rope_scaling": YARN},
 }
 
 

@@ -44,6 +44,12 @@ const FEATURES: &[Feature] = &[
     tensor("qwen2_moe", "the gate of what is shared", "shared_expert_gate", 0.0),
     tensor("qwen2_moe", "the shared expert", "shared_expert.down_proj", 0.0),
     key("mistral", "its rope base", r#"{"rope_theta": 10000.0}"#),
+    tensor("qwen3", "the weights of q's norm", "q_norm", 1.0),
+    tensor("qwen3", "the weights of k's norm", "k_norm", 1.0),
+    key("qwen3", "norms of q and k", r#"{"architectures": ["LlamaForCausalLM"]}"#),
+    key("qwen3_yarn", "rope scaling", r#"{"rope_scaling": null}"#),
+    key("qwen3_yarn", "the attention factor of YaRN", r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 32, "attention_factor": 1.0}}"#),
 ];
 
 fn runner(folder: &TempDir, dtype: DType, family: &Family) -> Runner {

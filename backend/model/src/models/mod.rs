@@ -6,6 +6,7 @@ mod mistral;
 mod mixtral;
 mod model;
 mod qwen2_moe;
+mod qwen3;
 #[cfg(test)]
 mod reference;
 
@@ -25,6 +26,7 @@ const ARCHITECTURES: &[(&str, Build)] = &[
     ("MixtralForCausalLM", mixtral::load),
     ("Qwen2ForCausalLM", llama::load),
     ("Qwen2MoeForCausalLM", qwen2_moe::load),
+    ("Qwen3ForCausalLM", qwen3::load),
 ];
 
 /// What builds `architecture`.
