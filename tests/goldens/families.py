@@ -66,6 +66,19 @@ CASES = {
     "mistral": family("MistralForCausalLM", "mistral", sliding_window=None, rope_theta=1000.0),
     "qwen3": QWEN3,
     "qwen3_yarn": {**QWEN3, "rope_scaling": YARN},
+    # Experts in the fourth layer alone.
+    "qwen3_moe": family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        **QWEN_MOE,
+        num_hidden_layers=4,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        head_dim=24,
+        attention_bias=False,
+        use_sliding_window=False,
+    ),
 }
 
 

@@ -50,6 +50,8 @@ const FEATURES: &[Feature] = &[
     key("qwen3_yarn", "rope scaling", r#"{"rope_scaling": null}"#),
     key("qwen3_yarn", "the attention factor of YaRN", r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
         "original_max_position_embeddings": 32, "attention_factor": 1.0}}"#),
+    key("qwen3_moe", "weights that sum to 1", r#"{"norm_topk_prob": false}"#),
+    tensor("qwen3_moe", "the weights of norms of q and k", "_norm", 1.0),
 ];
 
 fn runner(folder: &TempDir, dtype: DType, family: &Family) -> Runner {

@@ -7,6 +7,7 @@ mod mixtral;
 mod model;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_moe;
 #[cfg(test)]
 mod reference;
 
@@ -27,6 +28,7 @@ const ARCHITECTURES: &[(&str, Build)] = &[
     ("Qwen2ForCausalLM", llama::load),
     ("Qwen2MoeForCausalLM", qwen2_moe::load),
     ("Qwen3ForCausalLM", qwen3::load),
+    ("Qwen3MoeForCausalLM", qwen3_moe::load),
 ];
 
 /// What builds `architecture`.
