@@ -48,8 +48,12 @@ const FEATURES: &[Feature] = &[
     tensor("qwen3", "the weights of k's norm", "k_norm", 1.0),
     key("qwen3", "norms of q and k", r#"{"architectures": ["LlamaForCausalLM"]}"#),
     key("qwen3_yarn", "rope scaling", r#"{"rope_scaling": null}"#),
-    key("qwen3_yarn", "the attention factor of YaRN", r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
-        "original_max_position_embeddings": 32, "attention_factor": 1.0}}"#),
+    key(
+        "qwen3_yarn",
+        "the attention factor of YaRN",
+        r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 32, "attention_factor": 1.0}}"#,
+    ),
     key("qwen3_moe", "weights that sum to 1", r#"{"norm_topk_prob": false}"#),
     tensor("qwen3_moe", "the weights of norms of q and k", "_norm", 1.0),
 ];
