@@ -3,11 +3,12 @@
     python3 -m venv goldens && goldens/bin/pip install -r tests/goldens/requirements.txt
     goldens/bin/python tests/goldens/make.py tiny
     goldens/bin/python tests/goldens/make.py families
+    goldens/bin/python tests/goldens/make.py chat
     goldens/bin/python tests/goldens/make.py drafts
     goldens/bin/python tests/goldens/make.py sample target/fetch/SmolLM2-135M-Instruct.Q4_1.gguf
 
-`families` is in families.py. `tiny` writes tiny.safetensors, random weights that all tiny models share, and one NAME.safetensors a case: its tokens, its
-logits, and its config.json in the metadata. `drafts` writes drafts/mtp.safetensors, a random MTP module for the tied tiny model, what
+`families` and `chat` are in the files of these names. `tiny` writes tiny.safetensors, random weights that all tiny models share, and one
+NAME.safetensors a case: its tokens, its logits, and its config.json in the metadata. `drafts` writes drafts/mtp.safetensors, a random MTP module for the tied tiny model, what
 goes in, and what comes out. `sample` writes sample.json, what the sample model says to ten prompts, and
 quality.json, texts that it wrote, to compare quantizations on.
 """
@@ -17,6 +18,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import chat
 import families
 import numpy as np
 import safetensors
@@ -372,6 +374,7 @@ def main() -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("tiny")
     kinds.add_parser("families").add_argument("names", nargs="*", help="all, if none are given")
+    kinds.add_parser("chat")
     kinds.add_parser("drafts")
     kinds.add_parser("sample").add_argument("gguf", type=Path)
     args = parser.parse_args()
@@ -380,6 +383,8 @@ def main() -> None:
             make_tiny()
         case "families":
             families.make(HERE, VERSIONS, args.names)
+        case "chat":
+            chat.make(HERE, VERSIONS, write_lines)
         case "drafts":
             make_drafts()
         case _:
