@@ -75,15 +75,21 @@ fn counts(sampling: &SamplingParams) -> Vec<usize> {
     counts
 }
 
-/// The probabilities, written out in the order that the sampler documents: bias, penalties, what is shut out, temperature,
-/// typical, min_p, top_k, top_p.
+/// The law of the token after [`TOKENS`].
 fn law(sampling: &SamplingParams) -> Vec<f64> {
-    let mut logits: Vec<f64> = logits().into_iter().map(f64::from).collect();
     let (prompt, output) = TOKENS.split_at(NUM_PROMPT);
+    law_after(&logits(), prompt, output, sampling)
+}
+
+/// The probabilities of what follows `prompt` and `output`, written out in the order that the sampler documents: bias, penalties, what is shut out, temperature,
+/// typical, min_p, top_k, top_p.
+pub(super) fn law_after(logits: &[f32], prompt: &[TokenId], output: &[TokenId], sampling: &SamplingParams) -> Vec<f64> {
+    let mut logits: Vec<f64> = logits.iter().copied().map(f64::from).collect();
+    let vocab = logits.len();
     for &(token, bias) in &sampling.logit_bias {
         logits[token as usize] += f64::from(bias);
     }
-    for token in 0..VOCAB {
+    for token in 0..vocab {
         let in_output = output.iter().filter(|&&t| t as usize == token).count() as f64;
         let logit = &mut logits[token];
         if in_output > 0.0 || prompt.contains(&(token as TokenId)) {
@@ -110,7 +116,7 @@ fn law(sampling: &SamplingParams) -> Vec<f64> {
     };
     let mut p = softmax(&logits);
     let order = |p: &[f64], key: &dyn Fn(f64) -> f64| {
-        let mut order: Vec<usize> = (0..VOCAB).filter(|&token| p[token] > 0.0).collect();
+        let mut order: Vec<usize> = (0..p.len()).filter(|&token| p[token] > 0.0).collect();
         order.sort_by(|&a, &b| key(p[a]).total_cmp(&key(p[b])));
         order
     };
@@ -147,7 +153,7 @@ fn law(sampling: &SamplingParams) -> Vec<f64> {
 }
 
 /// How likely chi-square is at least as large as that of `counts`, if they follow `law`. 0 if something impossible was picked.
-fn p_value(counts: &[usize], law: &[f64]) -> f64 {
+pub(super) fn p_value(counts: &[usize], law: &[f64]) -> f64 {
     let draws: usize = counts.iter().sum();
     let mut chi_square = 0.0;
     let mut freedom = -1i32;
@@ -162,21 +168,22 @@ fn p_value(counts: &[usize], law: &[f64]) -> f64 {
         chi_square += (count as f64 - expected).powi(2) / expected;
         freedom += 1;
     }
-    if freedom == 0 { 1.0 } else { 1.0 - chi_square_below(chi_square, freedom) }
+    if freedom == 0 { 1.0 } else { (1.0 - chi_square_below(chi_square, freedom)).max(0.0) }
 }
 
 /// The distribution function of chi-square: its density in the root of the argument, which is smooth, summed by Simpson's rule.
 fn chi_square_below(x: f64, freedom: i32) -> f64 {
     const STEPS: usize = 20_000;
     let half = f64::from(freedom) / 2.0;
-    // Gamma of a whole or a half number.
-    let mut gamma = if freedom % 2 == 0 { 1.0 } else { std::f64::consts::PI.sqrt() };
-    let mut at = if freedom % 2 == 0 { 1.0 } else { 0.5 };
+    // The logarithm of gamma of a whole or a half number: of many degrees of freedom gamma itself is past any f64.
+    let (mut at, mut ln_gamma) = if freedom % 2 == 0 { (1.0, 0.0) } else { (0.5, std::f64::consts::PI.ln() / 2.0) };
     while at < half {
-        gamma *= at;
+        ln_gamma += f64::ln(at);
         at += 1.0;
     }
-    let density = |u: f64| 2.0 * u.powi(freedom - 1) * (-u * u / 2.0).exp() / (2f64.powf(half) * gamma);
+    let scale = 2f64.ln() * (1.0 - half) - ln_gamma;
+    let power = |u: f64| if freedom == 1 { 0.0 } else { f64::from(freedom - 1) * u.ln() };
+    let density = |u: f64| (scale + power(u) - u * u / 2.0).exp();
     let step = x.sqrt() / STEPS as f64;
     let sum: f64 = (0..=STEPS)
         .map(|i| {
@@ -189,7 +196,9 @@ fn chi_square_below(x: f64, freedom: i32) -> f64 {
 
 #[test]
 fn the_p_value_is_that_of_the_tables() {
-    for (x, freedom, p) in [(3.841, 1, 0.05), (5.991, 2, 0.05), (11.07, 5, 0.05), (24.725, 11, 0.01)] {
+    for (x, freedom, p) in
+        [(3.841, 1, 0.05), (5.991, 2, 0.05), (11.07, 5, 0.05), (24.725, 11, 0.01), (553.127, 500, 0.05)]
+    {
         let got = 1.0 - chi_square_below(x, freedom);
         assert!((got - p).abs() < 1e-4, "chi-square {x} of {freedom}: {got}, not {p}");
     }

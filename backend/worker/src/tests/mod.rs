@@ -1,6 +1,7 @@
 //! The worker through its link, driven by a small engine of dice.
 
 mod ahead;
+mod chains;
 mod drafting;
 mod engine;
 mod failing;
