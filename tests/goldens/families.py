@@ -50,6 +50,24 @@ QWEN3 = family("Qwen3ForCausalLM", "qwen3", head_dim=24, attention_bias=False, u
 # All that the two Qwen families of experts have in common.
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
+# Attention over latents, experts after the first layer. Sizes of heads that no two share.
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 CASES = {
     "mixtral": MIXTRAL,
     "mixtral_linear": {**MIXTRAL, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -79,6 +97,37 @@ CASES = {
         attention_bias=False,
         use_sliding_window=False,
     ),
+    # As V2-Lite: queries at once, experts one by one.
+    "deepseek_v2_lite": family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        **{**DEEPSEEK, "q_lora_rank": None, "n_group": None, "topk_group": None},
+        topk_method="greedy",
+        scoring_func="softmax",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        rope_scaling={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek_v2": family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        **DEEPSEEK,
+        topk_method="group_limited_greedy",
+        scoring_func="softmax",
+        norm_topk_prob=False,
+        routed_scaling_factor=4.0,
+        rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 0.707},
+    ),
+    "deepseek_v3": family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        **DEEPSEEK,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
 }
 
 
@@ -97,7 +146,19 @@ def shapes(config: dict) -> dict[str, list[int]]:
     return tensors
 
 
+def latent_attention(config: dict) -> dict[str, list[int]]:
+    hidden, heads, rank, rope = (config[key] for key in ["hidden_size", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"])
+    nope, value, low = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
+    tensors = {"q_proj.weight": [heads * (nope + rope), hidden]}
+    if low is not None:
+        tensors = {"q_a_proj.weight": [low, hidden], "q_a_layernorm.weight": [low], "q_b_proj.weight": [heads * (nope + rope), low]}
+    tensors |= {"kv_a_proj_with_mqa.weight": [rank + rope, hidden], "kv_a_layernorm.weight": [rank]}
+    return tensors | {"kv_b_proj.weight": [heads * (nope + value), rank], "o_proj.weight": [hidden, heads * value]}
+
+
 def attention(config: dict) -> dict[str, list[int]]:
+    if "kv_lora_rank" in config:
+        return latent_attention(config)
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or hidden // heads
     has_bias = {"qwen2": "qkv", "qwen2_moe": "qkv"}.get(config["model_type"], "qkvo" if config.get("attention_bias") else "")
@@ -125,6 +186,8 @@ def is_sparse(config: dict, layer: int) -> bool:
             return True
         case "qwen2_moe" | "qwen3_moe":
             return layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
+        case "deepseek_v2" | "deepseek_v3":
+            return layer >= config["first_k_dense_replace"]
     return False
 
 
@@ -133,7 +196,7 @@ def moe(config: dict) -> dict[str, list[int]]:
     if config["model_type"] == "mixtral":
         at, inner, experts, names = "block_sparse_moe", config["intermediate_size"], config["num_local_experts"], ("w1", "w3", "w2")
     else:
-        at, inner, experts = "mlp", config["moe_intermediate_size"], config["num_experts"]
+        at, inner, experts = "mlp", config["moe_intermediate_size"], config.get("num_experts") or config["n_routed_experts"]
         names = ("gate_proj", "up_proj", "down_proj")
     tensors = {f"{at}.gate.weight": [experts, hidden]}
     for expert in range(experts):
@@ -141,6 +204,10 @@ def moe(config: dict) -> dict[str, list[int]]:
     if config["model_type"] == "qwen2_moe":
         tensors |= mlp(f"{at}.shared_expert", hidden, config["shared_expert_intermediate_size"])
         tensors[f"{at}.shared_expert_gate.weight"] = [1, hidden]
+    if "n_shared_experts" in config:
+        tensors |= mlp(f"{at}.shared_experts", hidden, config["n_shared_experts"] * inner)
+    if config.get("topk_method") == "noaux_tc":
+        tensors[f"{at}.gate.e_score_correction_bias"] = [experts]
     return tensors
 
 

@@ -34,8 +34,52 @@ const fn tensor(family: &'static str, name: &'static str, part: &'static str, nu
     Feature { family, name, config: "{}", tensors: Some((part, number)) }
 }
 
+/// DeepSeek's rope scaling with one of its two numbers out of use.
+macro_rules! without_all_dim {
+    ($mscale:literal) => {
+        concat!(
+            r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": "#,
+            $mscale,
+            r#", "mscale_all_dim": 0.0, "attention_factor": 1.0}}"#
+        )
+    };
+}
+
+macro_rules! without_mscale {
+    ($all:literal) => {
+        concat!(
+            r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": "#,
+            $all,
+            r#", "mscale_all_dim": "#,
+            $all,
+            "}}"
+        )
+    };
+}
+
 /// A line for each.
 const FEATURES: &[Feature] = &[
+    key("deepseek_v2", "mscale_all_dim", without_all_dim!("1.0")),
+    key("deepseek_v2", "mscale", without_mscale!("0.707")),
+    key("deepseek_v2", "routed scaling", r#"{"routed_scaling_factor": 1.0}"#),
+    key("deepseek_v2", "a choice of groups", r#"{"topk_group": 4}"#),
+    key("deepseek_v2", "softmax over experts", r#"{"scoring_func": "sigmoid"}"#),
+    tensor("deepseek_v2", "the shared experts", "shared_experts.down_proj", 0.0),
+    key("deepseek_v2_lite", "rope scaling", r#"{"rope_scaling": null}"#),
+    key("deepseek_v2_lite", "a third expert", r#"{"num_experts_per_tok": 2}"#),
+    tensor("deepseek_v2_lite", "the norm of latents", "kv_a_layernorm", 1.0),
+    key("deepseek_v3", "rope scaling", r#"{"rope_scaling": null}"#),
+    key("deepseek_v3", "mscale_all_dim", without_all_dim!("1.0")),
+    key("deepseek_v3", "interleaved pairs", r#"{"rope_interleave": false}"#),
+    key("deepseek_v3", "routed scaling", r#"{"routed_scaling_factor": 1.0}"#),
+    key("deepseek_v3", "weights that sum to 1", r#"{"norm_topk_prob": false}"#),
+    key("deepseek_v3", "a choice of groups", r#"{"topk_group": 4}"#),
+    key("deepseek_v3", "sigmoids of experts", r#"{"scoring_func": "softmax"}"#),
+    tensor("deepseek_v3", "the correction bias", "e_score_correction_bias", 0.0),
+    tensor("deepseek_v3", "the shared experts", "shared_experts.down_proj", 0.0),
+    tensor("deepseek_v3", "the norm of latents", "kv_a_layernorm", 1.0),
+    tensor("deepseek_v3", "the norm of queries", "q_a_layernorm", 1.0),
+    tensor("deepseek_v3", "norms before layers", "input_layernorm", 1.0),
     key("mixtral", "a second expert", r#"{"num_experts_per_tok": 1}"#),
     key("mixtral_linear", "rope scaling", r#"{"rope_scaling": null}"#),
     key("qwen2_moe", "weights that do not sum to 1", r#"{"norm_topk_prob": true}"#),

@@ -3,6 +3,9 @@
 //! Keys that are not used here are ignored, since published files hold dozens. A value that would change the result in a way
 //! that is not implemented is refused with its key, what it is and what it may be.
 
+mod mla;
+mod quantization;
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -11,8 +14,11 @@ use drafthorse_kernels::ops::rope::{RopeParams, RopeScaling};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+pub use self::mla::MlaConfig;
+pub use self::quantization::StoredQuantization;
 use crate::error::{ModelError, Result};
 use crate::keys::Keys;
+use crate::kv_cache::KvLayer;
 
 /// What every decoder needs to know.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,6 +44,8 @@ pub struct ModelConfig {
     /// A bias on the projection out of the attention.
     pub o_bias: bool,
     pub mlp_bias: bool,
+    /// Attention over latents, if it is of that kind.
+    pub mla: Option<MlaConfig>,
     /// Tokens that end a text, as the checkpoint has them. May be empty.
     pub eos_token_ids: Vec<u32>,
     pub bos_token_id: Option<u32>,
@@ -49,18 +57,6 @@ pub struct ModelConfig {
     pub sliding_window: Option<usize>,
     /// What the family alone knows.
     pub keys: Keys,
-}
-
-/// `quantization_config` of a checkpoint that is stored quantized.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub struct StoredQuantization {
-    #[serde(rename = "quant_method")]
-    pub method: String,
-    /// Neighbouring inputs that share one scale.
-    pub group_size: Option<usize>,
-    /// Layers stored unquantized, by name.
-    #[serde(default, rename = "modules_to_not_convert")]
-    pub unquantized: Vec<String>,
 }
 
 /// `config.json` as it is written; only the keys that matter here.
@@ -125,15 +121,21 @@ impl ModelConfig {
             };
             ModelError::Json { path: path.clone(), key, source: error.into_inner() }
         })?;
-        let mut config = raw.check()?;
         let all = serde_json::from_str(text);
-        config.keys = Keys::new(all.map_err(|source| ModelError::Json { path, key: String::new(), source })?);
-        Ok(config)
+        raw.check(Keys::new(all.map_err(|source| ModelError::Json { path, key: String::new(), source })?))
     }
 
-    /// Bytes that K and V of a token take in all layers.
+    /// What each layer keeps of a token, over all ranks.
+    pub fn kv_layer(&self) -> KvLayer {
+        match &self.mla {
+            Some(mla) => mla.kv_layer(),
+            None => KvLayer::Heads { num_kv_heads: self.num_kv_heads, head_dim: self.head_dim },
+        }
+    }
+
+    /// Bytes that a token takes in the KV cache, in all layers.
     pub fn kv_bytes_per_token(&self, dtype: DType) -> usize {
-        2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.bytes()
+        self.num_layers * self.kv_layer().token_bytes(dtype)
     }
 
     /// Refuses a sliding window that sequences of at most `longest` tokens could outgrow.
@@ -167,7 +169,7 @@ fn unsupported(key: impl Into<String>, value: &dyn fmt::Display, supported: impl
 }
 
 impl Raw {
-    fn check(self) -> Result<ModelConfig> {
+    fn check(self, keys: Keys) -> Result<ModelConfig> {
         let need = |key, value: Option<usize>| match value {
             None => Err(ModelError::MissingKey { key }),
             Some(0) => Err(unsupported(key, &0, "1 and more")),
@@ -182,11 +184,13 @@ impl Raw {
             let supported = format!("a divisor of num_attention_heads, which is {num_heads}");
             return Err(unsupported("num_key_value_heads", &num_kv_heads, supported));
         }
-        if self.head_dim.is_none() && !hidden_size.is_multiple_of(num_heads) {
+        if self.head_dim.is_none() && MlaConfig::turned(&keys)?.is_none() && !hidden_size.is_multiple_of(num_heads) {
             let supported = format!("a divisor of hidden_size, which is {hidden_size}, or head_dim given");
             return Err(unsupported("num_attention_heads", &num_heads, supported));
         }
-        let head_dim = need("head_dim", self.head_dim.or(Some(hidden_size / num_heads)))?;
+        // Of a head that attends over latents only a part turns, and its sizes are keys of their own.
+        let turned = MlaConfig::turned(&keys)?;
+        let head_dim = need("head_dim", turned.or(self.head_dim).or(Some(hidden_size / num_heads)))?;
         if !head_dim.is_multiple_of(2) {
             return Err(unsupported("head_dim", &head_dim, "even numbers"));
         }
@@ -200,6 +204,7 @@ impl Raw {
         let sliding_window = self.window();
         let max_position_embeddings = need("max_position_embeddings", self.max_position_embeddings.or(Some(2048)))?;
         let rope = self.rope(head_dim, max_position_embeddings)?;
+        let mla = MlaConfig::of(&keys, &rope.scaling)?;
         // Qwen2's q, k and v have biases by definition, whatever its config says.
         let is_qwen2 = self.model_type.as_deref() == Some("qwen2");
         let attention_bias = self.attention_bias.unwrap_or(false);
@@ -216,6 +221,7 @@ impl Raw {
             max_position_embeddings: rope.max_positions,
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
             rope,
+            mla,
             tie_word_embeddings: self.tie_word_embeddings.unwrap_or(false),
             qkv_bias: is_qwen2 || attention_bias,
             o_bias: !is_qwen2 && attention_bias,
@@ -229,7 +235,7 @@ impl Raw {
             dtype: self.dtype.or(self.torch_dtype).as_deref().and_then(float_dtype),
             sliding_window,
             quantization: self.quantization_config,
-            keys: Keys::default(),
+            keys,
         })
     }
 
@@ -328,8 +334,8 @@ impl RopeTable<'_> {
                 beta_fast: self.number("beta_fast")?.unwrap_or(32.0),
                 beta_slow: self.number("beta_slow")?.unwrap_or(1.0),
                 attention_factor: self.number("attention_factor")?,
-                mscale: self.number("mscale")?,
-                mscale_all_dim: self.number("mscale_all_dim")?,
+                mscale: self.number_or_zero("mscale")?,
+                mscale_all_dim: self.number_or_zero("mscale_all_dim")?,
                 truncate: self.table.get("truncate").and_then(Value::as_bool).unwrap_or(true),
             },
             other => return Err(self.refuse("rope_type", &other, "default, linear, dynamic, llama3, yarn")),
@@ -343,6 +349,14 @@ impl RopeTable<'_> {
                 Some(number) if number > 0.0 => Ok(Some(number)),
                 _ => Err(self.refuse(name, value, "numbers above 0")),
             },
+        }
+    }
+
+    /// Where 0 means as much as silence.
+    fn number_or_zero(&self, name: &str) -> Result<Option<f64>> {
+        match self.table.get(name).and_then(Value::as_f64) {
+            Some(0.0) => Ok(None),
+            _ => self.number(name),
         }
     }
 

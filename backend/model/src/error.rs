@@ -80,6 +80,9 @@ pub enum ModelError {
     #[error("{what} is {got}, below {limit} is possible")]
     OutOfRange { what: &'static str, got: usize, limit: usize },
 
+    #[error("KV layer {layer} keeps {got}, the model reads {want} of it")]
+    KvKind { layer: usize, got: &'static str, want: &'static str },
+
     #[error(transparent)]
     Kernel(#[from] KernelError),
 }

@@ -1,5 +1,6 @@
-//! The paged KV cache: K and V of every layer, in blocks that sequences own through block tables.
+//! The paged KV cache: what every layer keeps of tokens, in blocks that sequences own through block tables.
 //!
+//! Layers say what that is ([`KvLayer`]); the memory plan, blocks and copies follow from its size.
 //! A drafter's layers are further layers of the same cache and the same blocks, so one block table serves both.
 
 use drafthorse_kernels::ops::copy_rows::copy_rows;
@@ -9,15 +10,25 @@ use crate::error::{ModelError, Result};
 
 /// What one layer keeps of one token, on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvLayer {
-    pub num_kv_heads: usize,
-    pub head_dim: usize,
+pub enum KvLayer {
+    /// K and V of some heads.
+    Heads { num_kv_heads: usize, head_dim: usize },
+    /// One latent that serves all heads, and on every rank.
+    Latent { width: usize },
 }
 
 impl KvLayer {
-    /// Bytes of K and V of one token.
+    /// Numbers of one token.
+    pub fn token_values(self) -> usize {
+        match self {
+            KvLayer::Heads { num_kv_heads, head_dim } => 2 * num_kv_heads * head_dim,
+            KvLayer::Latent { width } => width,
+        }
+    }
+
+    /// Bytes of one token.
     pub fn token_bytes(self, dtype: DType) -> usize {
-        2 * self.num_kv_heads * self.head_dim * dtype.bytes()
+        self.token_values() * dtype.bytes()
     }
 }
 
@@ -41,11 +52,36 @@ impl KvLayout {
     }
 }
 
-/// K and V of every layer, `[blocks, kv heads, block size, head dim]` each.
+/// One layer's memory.
+enum Layer {
+    /// K and V, `[blocks, kv heads, block size, head dim]` each.
+    Heads([Tensor; 2]),
+    /// `[blocks, block size, width]`.
+    Latent(Tensor),
+}
+
+impl Layer {
+    #[cfg(test)]
+    fn tensors(&self) -> &[Tensor] {
+        match self {
+            Layer::Heads(tensors) => tensors,
+            Layer::Latent(tensor) => std::slice::from_ref(tensor),
+        }
+    }
+
+    fn tensors_mut(&mut self) -> &mut [Tensor] {
+        match self {
+            Layer::Heads(tensors) => tensors,
+            Layer::Latent(tensor) => std::slice::from_mut(tensor),
+        }
+    }
+}
+
+/// The memory of every layer.
 pub struct KvCache {
     layout: KvLayout,
     num_blocks: usize,
-    layers: Vec<[Tensor; 2]>,
+    layers: Vec<Layer>,
     /// `[blocks, last_hidden]`.
     last_hidden: Tensor,
 }
@@ -54,12 +90,20 @@ impl KvCache {
     /// # Errors
     /// If the device is out of memory.
     pub fn new(device: &Device, layout: KvLayout, num_blocks: usize) -> Result<Self> {
-        let zeros = |what, layer: &KvLayer| {
-            let shape = [num_blocks, layer.num_kv_heads, layout.block_size, layer.head_dim];
-            Tensor::zeros(device, what, shape, layout.dtype)
+        let layer = |layer: &KvLayer| -> Result<Layer> {
+            let (block_size, dtype) = (layout.block_size, layout.dtype);
+            match *layer {
+                KvLayer::Heads { num_kv_heads, head_dim } => {
+                    let shape = [num_blocks, num_kv_heads, block_size, head_dim];
+                    let zeros = |what| Tensor::zeros(device, what, shape, dtype);
+                    Ok(Layer::Heads([zeros("K cache")?, zeros("V cache")?]))
+                }
+                KvLayer::Latent { width } => {
+                    Ok(Layer::Latent(Tensor::zeros(device, "latent cache", [num_blocks, block_size, width], dtype)?))
+                }
+            }
         };
-        let layers = layout.layers.iter().map(|layer| Ok([zeros("K cache", layer)?, zeros("V cache", layer)?]));
-        let layers = layers.collect::<Result<_>>()?;
+        let layers = layout.layers.iter().map(layer).collect::<Result<_>>()?;
         let last_hidden = Tensor::zeros(device, "hidden states", [num_blocks, layout.last_hidden], layout.dtype)?;
         Ok(KvCache { layers, layout, num_blocks, last_hidden })
     }
@@ -85,8 +129,26 @@ impl KvCache {
     /// K and V of layer `index`.
     ///
     /// # Errors
-    /// `OutOfRange` if there is no such layer: the layout was not the model's.
-    pub fn layer(&mut self, index: usize) -> Result<&mut [Tensor; 2]> {
+    /// `OutOfRange` if there is no such layer, `KvKind` if it keeps something else: the layout was not the model's.
+    pub fn heads(&mut self, index: usize) -> Result<&mut [Tensor; 2]> {
+        match self.layer(index)? {
+            Layer::Heads(tensors) => Ok(tensors),
+            Layer::Latent(_) => Err(ModelError::KvKind { layer: index, got: "latents", want: "K and V" }),
+        }
+    }
+
+    /// Latents of layer `index`.
+    ///
+    /// # Errors
+    /// As [`heads`](Self::heads).
+    pub fn latents(&mut self, index: usize) -> Result<&mut Tensor> {
+        match self.layer(index)? {
+            Layer::Latent(tensor) => Ok(tensor),
+            Layer::Heads(_) => Err(ModelError::KvKind { layer: index, got: "K and V", want: "latents" }),
+        }
+    }
+
+    fn layer(&mut self, index: usize) -> Result<&mut Layer> {
         let limit = self.layers.len();
         self.layers.get_mut(index).ok_or(ModelError::OutOfRange { what: "KV layer", got: index, limit })
     }
@@ -104,7 +166,7 @@ impl KvCache {
             }
         }
         let rows = (self.layout.last_hidden > 0).then_some(&mut self.last_hidden);
-        for tensor in self.layers.iter_mut().flatten().chain(rows) {
+        for tensor in self.layers.iter_mut().flat_map(Layer::tensors_mut).chain(rows) {
             copy_rows(tensor, copies)?;
         }
         Ok(())
@@ -116,11 +178,11 @@ mod tests {
     use super::*;
 
     fn cache() -> KvCache {
-        let layers = vec![KvLayer { num_kv_heads: 2, head_dim: 3 }, KvLayer { num_kv_heads: 1, head_dim: 2 }];
+        let layers = vec![KvLayer::Heads { num_kv_heads: 2, head_dim: 3 }, KvLayer::Latent { width: 7 }];
         let layout = KvLayout { layers, last_hidden: 5, block_size: 2, dtype: DType::F32 };
         let mut cache = KvCache::new(&Device::Cpu, layout, 3).unwrap();
         let mut next = 0.0;
-        let tensors = cache.layers.iter_mut().flatten().chain([&mut cache.last_hidden]);
+        let tensors = cache.layers.iter_mut().flat_map(Layer::tensors_mut).chain([&mut cache.last_hidden]);
         for value in tensors.flat_map(Tensor::as_mut_slice::<f32>) {
             *value = next;
             next += 1.0;
@@ -132,7 +194,7 @@ mod tests {
     fn copies_run_in_order_over_all_layers() {
         let mut cache = cache();
         let first_block = |cache: &KvCache| -> Vec<Vec<f32>> {
-            let tensors = cache.layers.iter().flatten().chain([&cache.last_hidden]);
+            let tensors = cache.layers.iter().flat_map(Layer::tensors).chain([&cache.last_hidden]);
             tensors.map(|tensor| tensor.rows(0..1).as_slice().to_vec()).collect()
         };
         let before = first_block(&cache);
@@ -140,7 +202,7 @@ mod tests {
         let now_in_1: Vec<Vec<f32>> = cache
             .layers
             .iter()
-            .flatten()
+            .flat_map(Layer::tensors)
             .chain([&cache.last_hidden])
             .map(|t| t.rows(1..2).as_slice().to_vec())
             .collect();
@@ -152,8 +214,20 @@ mod tests {
     #[test]
     fn a_block_counts_every_layer() {
         let cache = cache();
-        assert_eq!(cache.layout().block_bytes(), 2 * (2 * 2 * 3 + 2 * 2) * 4 + 5 * 4);
-        let held: usize = cache.layers.iter().flatten().chain([&cache.last_hidden]).map(Tensor::size_bytes).sum();
+        assert_eq!(cache.layout().block_bytes(), 2 * (2 * 2 * 3 + 7) * 4 + 5 * 4);
+        let held: usize =
+            cache.layers.iter().flat_map(Layer::tensors).chain([&cache.last_hidden]).map(Tensor::size_bytes).sum();
         assert_eq!(cache.size_bytes(), held);
+    }
+
+    #[test]
+    fn a_layer_is_what_the_layout_says() {
+        let mut cache = cache();
+        assert_eq!(cache.heads(0).unwrap()[1].dims(), [3, 2, 2, 3]);
+        assert_eq!(cache.latents(1).unwrap().dims(), [3, 2, 7]);
+        let of = |result: Result<()>| result.unwrap_err().to_string();
+        assert_eq!(of(cache.heads(1).map(|_| ())), "KV layer 1 keeps latents, the model reads K and V of it");
+        assert_eq!(of(cache.latents(0).map(|_| ())), "KV layer 0 keeps K and V, the model reads latents of it");
+        assert_eq!(of(cache.latents(2).map(|_| ())), "KV layer is 2, below 2 is possible");
     }
 }

@@ -21,7 +21,8 @@ mod testing;
 pub mod weights;
 
 pub use batch::{Batch, BatchInputs, BatchLimits, Sequences};
-pub use config::{ModelConfig, StoredQuantization};
+pub use config::{MlaConfig, ModelConfig, StoredQuantization};
+pub use drafthorse_kernels::ops::mla::Form as MlaForm;
 pub use drafts::{Base, Draft, load_draft};
 pub use error::{ModelError, Result, ShardProblem, TensorProblem};
 pub use forward::{Forward, Tap};

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Instant;
 
+use drafthorse_kernels::ops::mla::Form;
 use drafthorse_kernels::{DType, Device};
 
 use crate::config::ModelConfig;
@@ -27,6 +28,8 @@ pub struct LoadOptions<'a> {
     pub max_sequence: Option<usize>,
     /// Index of the model's first layer in the KV cache: 0, or for a drafter the number of the target's layers.
     pub first_kv_layer: usize,
+    /// How attention over latents is computed, in models that have it.
+    pub mla_form: Form,
     /// Called on the loading thread as bytes come in.
     pub progress: Option<&'a dyn Fn(LoadProgress)>,
 }
@@ -43,6 +46,7 @@ impl Default for LoadOptions<'_> {
             max_positions: None,
             max_sequence: None,
             first_kv_layer: 0,
+            mla_form: Form::default(),
             progress: None,
         }
     }
@@ -75,9 +79,15 @@ pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
         true => Checkpoint::random(),
     };
 
+    if let Some(stored) = &config.quantization
+        && !options.random_weights
+    {
+        stored.check_names(checkpoint.names())?;
+    }
     let mut context = LoadContext::new(&checkpoint, &config, &schemes, &options.device, options.dtype);
     context.place = options.place;
     context.first_kv_layer = options.first_kv_layer;
+    context.mla_form = options.mla_form;
     context.progress = options.progress;
     let model = context.checked(build)?;
     let weight_bytes = context.weight_bytes();

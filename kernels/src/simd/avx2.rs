@@ -84,6 +84,20 @@ impl F32x16 for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> Self {
+        // SAFETY: see above.
+        unsafe {
+            // From the top byte, shifted down by four with the sign drawn out: what is between sign and exponent is then cleared.
+            let mask = _mm256_set1_epi32(0x87F0_0000_u32 as i32);
+            let widen = |bytes| {
+                let top = _mm256_slli_epi32::<24>(_mm256_cvtepu8_epi32(bytes));
+                _mm256_castsi256_ps(_mm256_and_si256(_mm256_srai_epi32::<4>(top), mask))
+            };
+            Avx2(widen(_mm_loadl_epi64(from.cast())), widen(_mm_loadl_epi64(from.add(8).cast())))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_words(from: *const u8) -> Self::Words {
         // SAFETY: see above.
         unsafe {

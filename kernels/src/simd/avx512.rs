@@ -74,6 +74,17 @@ impl F32x16 for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> Self {
+        // SAFETY: see above.
+        unsafe {
+            // As with AVX2.
+            let mask = _mm512_set1_epi32(0x87F0_0000_u32 as i32);
+            let top = _mm512_slli_epi32::<24>(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())));
+            Avx512(_mm512_castsi512_ps(_mm512_and_si512(_mm512_srai_epi32::<4>(top), mask)))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_words(from: *const u8) -> Self::Words {
         // SAFETY: see above.
         unsafe { _mm512_loadu_si512(from.cast()) }

@@ -135,6 +135,8 @@ pub(crate) trait F32x16: Copy {
     unsafe fn load_f16(from: *const u8) -> Self;
     /// Converts i8.
     unsafe fn load_i8(from: *const u8) -> Self;
+    /// Converts e4m3, divided by 2^120; the codes that are no numbers become 480.
+    unsafe fn load_e4m3(from: *const u8) -> Self;
 
     unsafe fn load_words(from: *const u8) -> Self::Words;
     /// The bf16 in the low halves, widened.
@@ -182,6 +184,7 @@ mod tests {
                     x.mul_add(x, V::splat(1e-3)),
                     V::load_f16(bytes),
                     V::load_i8(bytes),
+                    V::load_e4m3(bytes),
                     V::bf16_low(words),
                     V::bf16_high(words),
                     V::masked(words, 0xF0),
@@ -205,7 +208,7 @@ mod tests {
             out.iter().map(|f| f.to_bits()).collect::<Vec<_>>()
         };
         let portable = run(Level::Portable);
-        assert_eq!(portable.len(), 11 * 16);
+        assert_eq!(portable.len(), 12 * 16);
         assert_eq!(f32::from_bits(portable[4 * 16]), floats[0].mul_add(floats[0], 1e-3));
         for level in Level::available() {
             assert_eq!(run(level), portable, "{level:?}");

@@ -73,6 +73,14 @@ impl F32x16 for Portable {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> Self {
+        // SAFETY: the caller gives sixteen bytes.
+        let bytes = unsafe { from.cast::<[u8; LANES]>().read_unaligned() };
+        // The sign to the top, exponent and mantissa to where f32 has the like: the exponents count from 120 apart.
+        Self::from_fn(|i| f32::from_bits(u32::from(bytes[i] & 0x80) << 24 | u32::from(bytes[i] & 0x7F) << 20))
+    }
+
+    #[inline(always)]
     unsafe fn load_words(from: *const u8) -> Self::Words {
         // SAFETY: the caller gives sixteen words.
         unsafe { from.cast::<Self::Words>().read_unaligned() }

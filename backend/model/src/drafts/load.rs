@@ -62,6 +62,7 @@ pub fn load_draft(dir: &Path, base: Base<'_>, options: &LoadOptions<'_>) -> Resu
     let mut context = LoadContext::new(&checkpoint, &config, &schemes, &options.device, options.dtype);
     context.place = options.place;
     context.first_kv_layer = base.model.kv_layers().len();
+    context.mla_form = options.mla_form;
     context.progress = options.progress;
     let num_tokens = tokens.as_ref().map_or(config.vocab_size, Vec::len);
     let model = context.checked(|root| Mtp::load(root, &names, ends.as_ref(), num_tokens))?;

@@ -115,7 +115,7 @@ impl Attention {
         let batch = cx.batch;
         let sequences = batch.sequences();
         let ragged = sequences.ragged();
-        let [k, v] = cx.kv.layer(self.kv_layer)?;
+        let [k, v] = cx.kv.heads(self.kv_layer)?;
         let mut attended = cx.workspace.take([tokens, self.heads.num_heads * self.heads.head_dim], qkv.dtype())?;
         let (positions, heads, scale) = (batch.positions(), self.heads, self.scale);
         if let Some(norm) = &self.qk_norm {
@@ -145,7 +145,7 @@ impl SelfAttention for Attention {
     }
 
     fn kv_layer(&self) -> KvLayer {
-        KvLayer { num_kv_heads: self.heads.num_kv_heads, head_dim: self.heads.head_dim }
+        KvLayer::Heads { num_kv_heads: self.heads.num_kv_heads, head_dim: self.heads.head_dim }
     }
 
     fn workspace_bytes(&self, step: StepSize, element_bytes: usize) -> usize {

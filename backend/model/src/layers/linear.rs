@@ -74,6 +74,11 @@ impl Linear {
         cx.take([tokens, self.weight.dims()[0]], dtype)
     }
 
+    /// Of this rank.
+    pub(crate) fn out_features(&self) -> usize {
+        self.weight.dims()[0]
+    }
+
     /// Scratch memory that [`forward`](Self::forward) takes.
     pub(crate) fn workspace_bytes(&self, tokens: usize) -> usize {
         self.weight.workspace_bytes(tokens)

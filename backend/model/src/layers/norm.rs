@@ -21,6 +21,11 @@ impl RmsNorm {
         Ok(RmsNorm { weight, eps: at.config().rms_norm_eps })
     }
 
+    /// One of another width than hidden states have.
+    pub(crate) fn of_width(at: &Loader<'_>, width: usize, eps: f32) -> Result<Self> {
+        Ok(RmsNorm { weight: at.vector("weight", width, Shard::Replicated)?, eps })
+    }
+
     /// `y = norm(x)`.
     pub(crate) fn forward(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
         Ok(rms_norm(x, &self.weight, self.eps, y)?)

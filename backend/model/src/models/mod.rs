@@ -1,6 +1,7 @@
 //! The table of architectures.
 
 mod decoder;
+pub(crate) mod deepseek;
 pub(crate) mod llama;
 mod mistral;
 mod mixtral;
@@ -22,6 +23,8 @@ type Build = fn(&Loader<'_>) -> Result<Box<dyn Model>>;
 
 /// `architectures[0]` of `config.json` to what builds it.
 const ARCHITECTURES: &[(&str, Build)] = &[
+    ("DeepseekV2ForCausalLM", deepseek::load),
+    ("DeepseekV3ForCausalLM", deepseek::load),
     ("LlamaForCausalLM", llama::load),
     ("MistralForCausalLM", mistral::load),
     ("MixtralForCausalLM", mixtral::load),

@@ -46,7 +46,8 @@ impl GgufBlocks {
 
     pub(super) fn new(stored: &StoredQuantization) -> Result<Self> {
         match stored.group_size {
-            None | Some(BLOCK) => Ok(GgufBlocks { unquantized: stored.unquantized.clone() }),
+            None => Ok(GgufBlocks { unquantized: stored.unquantized.clone() }),
+            Some(size) if size == BLOCK as i64 => Ok(GgufBlocks { unquantized: stored.unquantized.clone() }),
             Some(other) => Err(ModelError::Unsupported {
                 key: "quantization_config.group_size".into(),
                 value: other.to_string(),

@@ -3,6 +3,7 @@
 use drafthorse_kernels::ops::matmul::workspace_bytes;
 use drafthorse_kernels::ops::matmul_bf16::{self, Bf16Weight, Squares};
 use drafthorse_kernels::ops::matmul_f32::{self, F32Weight};
+use drafthorse_kernels::ops::matmul_fp8::{self, Fp8Weight};
 use drafthorse_kernels::ops::matmul_int4::{self, Int4Weight};
 use drafthorse_kernels::ops::matmul_int8::{self, Int8Weight};
 use drafthorse_kernels::ops::moe::{Groups, Rows, matmul_workspace_bytes};
@@ -72,6 +73,7 @@ macro_rules! quant_weight {
 
 quant_weight!(Bf16Weight, matmul_bf16, matmul_bf16::gated, matmul_bf16::spreads_norm);
 quant_weight!(F32Weight, matmul_f32);
+quant_weight!(Fp8Weight, matmul_fp8);
 quant_weight!(Int8Weight, matmul_int8);
 quant_weight!(Int4Weight, matmul_int4);
 

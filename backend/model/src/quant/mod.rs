@@ -1,7 +1,11 @@
 //! How weights are stored and multiplied: the table of schemes.
 
+mod awq;
 mod bf16;
+mod block_fp8;
+mod columns;
 mod gguf_blocks;
+mod gptq;
 mod kernel;
 mod scheme;
 mod search;
@@ -10,6 +14,7 @@ mod weight_only_int4;
 mod weight_only_int8;
 
 use bf16::Unquantized;
+use block_fp8::BlockFp8;
 use gguf_blocks::GgufBlocks;
 pub use scheme::{Activation, ActivationFormat, Part, QuantScheme, QuantWeight, SpreadNorm};
 use weight_only_int4::WeightOnlyInt4;
@@ -102,6 +107,7 @@ impl GroupSize {
 /// | embedding table of its own              | `none`    | `none`                  | `quant_method`, unless it was left out |
 /// | routers, gates of shared experts        | `none`    | `none`                  | `none`           |
 /// | norms, biases, correction biases        | f32       | f32                     | f32              |
+/// | expansion of latents (`kv_b_proj`)      | floats    | floats                  | floats, of what is stored |
 pub(crate) struct Schemes {
     /// Of linear layers and experts.
     pub(crate) linear: Box<dyn QuantScheme>,
@@ -111,11 +117,13 @@ pub(crate) struct Schemes {
     pub(crate) embedding: Box<dyn QuantScheme>,
     /// Of routers: a rounded one would choose other experts.
     pub(crate) router: Box<dyn QuantScheme>,
+    /// Of what is multiplied in two ways, the latents' expansion: never quantized at load.
+    pub(crate) floats: Box<dyn QuantScheme>,
 }
 
 impl Schemes {
     fn new(linear: Box<dyn QuantScheme>, head: Box<dyn QuantScheme>, embedding: Box<dyn QuantScheme>) -> Self {
-        Schemes { linear, head, embedding, router: Box::new(Unquantized) }
+        Schemes { linear, head, embedding, router: Box::new(Unquantized), floats: Box::new(Unquantized) }
     }
 
     pub(crate) fn name(&self) -> &'static str {
@@ -128,10 +136,21 @@ const AT_LOAD: [(&str, fn(Option<i64>) -> Result<Schemes>); 3] =
     [("none", unquantized), (WeightOnlyInt8::NAME, weight_only_int8), (WeightOnlyInt4::NAME, weight_only_int4)];
 
 /// Quantized in the checkpoint: `quant_method`.
-const STORED: [(&str, fn(&StoredQuantization) -> Result<Schemes>); 1] = [(GgufBlocks::NAME, gguf_blocks)];
+const STORED: [(&str, fn(&StoredQuantization) -> Result<Schemes>); 4] = [
+    (GgufBlocks::NAME, |stored| stored_as(|| GgufBlocks::new(stored))),
+    (BlockFp8::NAME, |stored| stored_as(|| BlockFp8::new(stored))),
+    (awq::NAME, |stored| stored_as(|| awq::scheme(stored))),
+    (gptq::NAME, |stored| stored_as(|| gptq::scheme(stored))),
+];
+
+/// One scheme for all layers: what a checkpoint has left unquantized it loads as that.
+fn stored_as<S: QuantScheme + 'static>(scheme: impl Fn() -> Result<S>) -> Result<Schemes> {
+    let scheme = || scheme().map(|scheme| Box::new(scheme) as Box<dyn QuantScheme>);
+    Ok(Schemes { floats: scheme()?, ..Schemes::new(scheme()?, scheme()?, scheme()?) })
+}
 
 fn unquantized(_: Option<i64>) -> Result<Schemes> {
-    Ok(Schemes::new(Box::new(Unquantized), Box::new(Unquantized), Box::new(Unquantized)))
+    stored_as(|| Ok(Unquantized))
 }
 
 /// Groups of 32 where these fill a row, unless a size is asked for. One scale a channel (-1) loses too much on small models: on
@@ -155,11 +174,6 @@ fn int8_head() -> Box<dyn QuantScheme> {
     Box::new(WeightOnlyInt8 { group: GroupSize::Fitting(&[32]) })
 }
 
-fn gguf_blocks(stored: &StoredQuantization) -> Result<Schemes> {
-    let scheme = || GgufBlocks::new(stored).map(|scheme| Box::new(scheme) as Box<dyn QuantScheme>);
-    Ok(Schemes::new(scheme()?, scheme()?, scheme()?))
-}
-
 /// The schemes for a checkpoint stored as `stored` says, of which `wanted` is asked.
 ///
 /// # Errors
@@ -168,7 +182,13 @@ pub(crate) fn schemes(wanted: Option<&QuantType>, stored: Option<&StoredQuantiza
     let wanted = wanted.filter(|wanted| wanted.name != "none");
     match (wanted, stored) {
         (None, None) => unquantized(None),
-        (None, Some(stored)) => find(&STORED, &stored.method)?(stored),
+        (None, Some(stored)) => match find(&STORED, &stored.method) {
+            Ok(make) => make(stored),
+            Err(ModelError::UnknownQuantization { name, supported }) => {
+                Err(stored.refuse("quant_method", &name, &supported))
+            }
+            Err(other) => Err(other),
+        },
         (Some(wanted), None) => find(&AT_LOAD, &wanted.name)?(wanted.group_size),
         (Some(wanted), Some(stored)) => {
             Err(ModelError::AlreadyQuantized { stored: stored.method.clone(), wanted: wanted.name.clone() })
@@ -192,7 +212,7 @@ mod tests {
         let stored = stored.map(|method| StoredQuantization {
             method: method.into(),
             group_size: Some(32),
-            unquantized: Vec::new(),
+            ..StoredQuantization::default()
         });
         match schemes(wanted.map(QuantType::from).as_ref(), stored.as_ref()) {
             Ok(schemes) => schemes.name().to_owned(),
@@ -209,7 +229,11 @@ mod tests {
             refusal(Some("int3"), None),
             "quantization int3 is unknown, supported: none, weight_only_int8, weight_only_int4"
         );
-        assert_eq!(refusal(None, Some("awq")), "quantization awq is unknown, supported: gguf_blocks");
+        assert_eq!(refusal(None, Some("awq")), "awq");
+        assert_eq!(
+            refusal(None, Some("aqlm")),
+            "config.json: quantization_config.quant_method is aqlm, supported: gguf_blocks, fp8, awq, gptq"
+        );
         assert_eq!(
             refusal(Some("weight_only_int8"), Some("gguf_blocks")),
             "the checkpoint is quantized as gguf_blocks, it cannot be quantized again as weight_only_int8"

@@ -2,9 +2,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use drafthorse_kernels::ops::matmul_f32::F32Weight;
 use drafthorse_kernels::pool::parallel_for;
 
-use super::scheme::Part;
+use super::scheme::{Part, QuantScheme, QuantWeight};
 use crate::error::Result;
 use crate::weights::{Rows, Slice, Stored};
 
@@ -32,6 +33,26 @@ pub(super) fn pieces<'a>(
         pieces.push(Piece { part, slice, first_row });
     }
     Ok((pieces, [rows, cols]))
+}
+
+/// Parts that are stored differently become one f32 weight: exact, but as large as f32 is.
+pub(super) fn load_mixed(
+    scheme: &dyn QuantScheme,
+    parts: &[Part<'_>],
+    in_features: usize,
+) -> Result<Box<dyn QuantWeight>> {
+    let (pieces, [out, inputs]) = pieces(parts, in_features, 1)?;
+    let at = &parts[0].at;
+    tracing::warn!(layer = at.path(), "parts of one layer are stored differently, they are kept as float32");
+    let mut weight = F32Weight::new(at.device(), out, inputs)?;
+    for piece in pieces {
+        let Part { at, out_features, shard } = piece.part;
+        let part = scheme.load(Part { at: at.clone(), out_features: *out_features, shard: *shard }, in_features)?;
+        if !at.is_checking() {
+            weight.write_rows(piece.first_row, part.dequantize()?.as_slice())?;
+        }
+    }
+    Ok(Box::new(weight))
 }
 
 /// Rows as codes, with a scale and an offset for each group.

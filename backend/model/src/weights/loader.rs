@@ -7,6 +7,7 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::{Arc, Mutex};
 
 use drafthorse_kernels::device::{Upload, Uploads};
+use drafthorse_kernels::ops::mla::Form;
 use drafthorse_kernels::ops::rope::RopeTable;
 use drafthorse_kernels::pool::parallel_chunks;
 use drafthorse_kernels::{DType, Device, Tensor};
@@ -53,6 +54,8 @@ pub(crate) struct LoadContext<'a> {
     /// Index of the model's first layer in the KV cache; above 0 for drafters.
     pub(crate) first_kv_layer: usize,
     pub(crate) progress: Option<&'a dyn Fn(LoadProgress)>,
+    /// How attention over latents is computed.
+    pub(crate) mla_form: Form,
     uploads: RefCell<Option<Uploads>>,
     weight_bytes: Cell<usize>,
     /// Made once for all layers: while the checkpoint is looked at, and when it is read.
@@ -76,6 +79,7 @@ impl<'a> LoadContext<'a> {
             place: Place::ALONE,
             first_kv_layer: 0,
             progress: None,
+            mla_form: Form::default(),
             uploads: RefCell::default(),
             weight_bytes: Cell::new(0),
             rope: Default::default(),
@@ -183,6 +187,11 @@ impl<'a> Loader<'a> {
         let table = Arc::new(RopeTable::new(self.device(), &self.config().rope)?);
         self.context.count_weight(table.size_bytes());
         Ok(cached.get_or_init(|| table).clone())
+    }
+
+    /// Whether tensors are only looked at, and nothing is read.
+    pub(crate) fn is_checking(&self) -> bool {
+        self.context.checkpoint.is_checking()
     }
 
     pub(crate) fn context(&self) -> &'a LoadContext<'a> {

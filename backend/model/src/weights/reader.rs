@@ -93,7 +93,7 @@ impl Checkpoint {
     }
 
     /// All tensors, in the order of their names.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> + Clone {
         self.tensors.keys().map(String::as_str)
     }
 
@@ -216,6 +216,12 @@ impl Checkpoint {
             self.seen().names.insert(name.to_owned());
         }
         found
+    }
+
+    /// Remembers that tensors whose names begin so are someone else's.
+    pub(crate) fn set_aside(&self, prefix: &str) {
+        let names = self.tensors.range(prefix.to_owned()..).map(|(name, _)| name);
+        self.seen().names.extend(names.take_while(|name| name.starts_with(prefix)).cloned());
     }
 
     /// Notes that a tensor is not as it should be.

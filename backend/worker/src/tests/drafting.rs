@@ -44,7 +44,7 @@ impl Model for FakeDrafter {
         let (batch, given) = (cx.batch, cx.target_hidden.expect("a drafter is given hidden states"));
         let mut hidden = cx.take([batch.num_tokens(), HIDDEN], DType::F32)?;
         let block_size = cx.kv.layout().block_size;
-        let [k, v] = cx.kv.layer(1)?;
+        let [k, v] = cx.kv.heads(1)?;
         let (k, v) = (k.as_mut_slice::<f32>(), v.as_mut_slice::<f32>());
         let sequences = batch.sequences();
         let ragged = sequences.ragged();
@@ -97,7 +97,7 @@ impl Model for FakeDrafter {
     }
 
     fn kv_layers(&self) -> Vec<KvLayer> {
-        vec![KvLayer { num_kv_heads: 1, head_dim: HIDDEN }]
+        vec![KvLayer::Heads { num_kv_heads: 1, head_dim: HIDDEN }]
     }
 
     fn workspace_bytes(&self, step: StepSize) -> usize {

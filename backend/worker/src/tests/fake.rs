@@ -64,7 +64,7 @@ impl Model for FakeModel {
         let batch = cx.batch;
         let mut hidden = cx.take([batch.num_tokens(), HIDDEN], DType::F32)?;
         let block_size = cx.kv.layout().block_size;
-        let [k, v] = cx.kv.layer(0)?;
+        let [k, v] = cx.kv.heads(0)?;
         let (k, v) = (k.as_mut_slice::<f32>(), v.as_mut_slice::<f32>());
         let sequences = batch.sequences();
         let ragged = sequences.ragged();
@@ -114,7 +114,7 @@ impl Model for FakeModel {
     }
 
     fn kv_layers(&self) -> Vec<KvLayer> {
-        vec![KvLayer { num_kv_heads: 1, head_dim: 1 }]
+        vec![KvLayer::Heads { num_kv_heads: 1, head_dim: 1 }]
     }
 
     fn workspace_bytes(&self, step: StepSize) -> usize {

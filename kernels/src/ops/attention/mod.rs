@@ -15,8 +15,10 @@ mod tests;
 mod tile;
 mod tiled;
 
+pub(crate) use products::{CacheElement, products, share};
 pub use ragged::{Heads, Ragged};
 pub(crate) use ragged::{Seq, check_cache};
+pub(crate) use tile::exponentiate;
 
 use crate::device::Device;
 use crate::error::{KernelError, Result};

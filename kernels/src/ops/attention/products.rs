@@ -16,7 +16,7 @@ const SHARED_ROWS: usize = 6;
 pub(super) const Q_STRIDE: usize = MAX_HEAD_DIM + 16;
 
 /// An element of the cache.
-pub(super) trait CacheElement: Float {
+pub(crate) trait CacheElement: Float {
     /// # Safety
     /// As [`F32x16::load`].
     unsafe fn load<V: F32x16>(from: *const Self) -> V;
@@ -47,7 +47,7 @@ impl CacheElement for bf16 {
 
 /// How many of the rows left share what is loaded: such that none is left alone, and only some numbers need to be compiled.
 #[inline(always)]
-pub(super) fn share(left: usize) -> usize {
+pub(crate) fn share(left: usize) -> usize {
     match left {
         0..=4 => left,
         5 => 3,
@@ -157,7 +157,7 @@ pub(super) unsafe fn values_of<V: F32x16, C: CacheElement>(
 /// # Safety
 /// The CPU must have the instructions of `V`; rows of a, b and c begin `stride` apart and hold what is read and written.
 #[inline(always)]
-unsafe fn products<V: F32x16, C: CacheElement, const M: usize, const P: usize, const ADD: bool>(
+pub(crate) unsafe fn products<V: F32x16, C: CacheElement, const M: usize, const P: usize, const ADD: bool>(
     a: *const f32,
     a_stride: usize,
     b: *const C,

@@ -322,7 +322,7 @@ unsafe fn prefetch<V: F32x16, C: CacheElement>(x: &[C], stride: usize, cols: usi
 /// Turns the first `count` scores into exp(score - max), the others into 0; updates maximum and sum. What the values gathered
 /// so far are to be multiplied by.
 #[inline(always)]
-fn exponentiate(scores: &mut [f32], count: usize, max: &mut f32, sum: &mut f32) -> f32 {
+pub(crate) fn exponentiate(scores: &mut [f32], count: usize, max: &mut f32, sum: &mut f32) -> f32 {
     let (chunks, _) = scores[..count.next_multiple_of(LANES)].as_chunks_mut::<LANES>();
     if let Some(last) = chunks.last_mut() {
         for i in 0..LANES {
