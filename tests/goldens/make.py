@@ -4,6 +4,7 @@
     goldens/bin/python tests/goldens/make.py tiny
     goldens/bin/python tests/goldens/make.py families
     goldens/bin/python tests/goldens/make.py chat
+    goldens/bin/python tests/goldens/make.py fp8
     goldens/bin/python tests/goldens/make.py drafts
     goldens/bin/python tests/goldens/make.py sample target/fetch/SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -19,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import chat
+import deepseek_mtp
 import families
 import numpy as np
 import safetensors
@@ -124,6 +126,23 @@ def make_tiny() -> None:
         print(f"{name:18} logits {tuple(logits.shape)}, standard deviation {logits.std():.2f}")
 
 
+def make_fp8() -> None:
+    """quant/fp8.safetensors: weights in e4m3, scales of blocks of 128 x 128, and their products by torch."""
+    torch.manual_seed(31)
+    tensors = {}
+    for name, (rows, columns) in {"whole": (256, 256), "ragged": (140, 150), "small": (40, 96)}.items():
+        # All codes that are numbers, as often as each other.
+        codes = torch.randint(0, 254, (rows, columns))
+        codes = torch.where(codes < 127, codes, codes + 1).to(torch.uint8)
+        weight = codes.view(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 128), -(-columns // 128)) * 1e-3 + 1e-5
+        spread = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        parts = {"weight": weight, "weight_scale_inv": scales, "dequantized": weight.float() * spread}
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    (HERE / "quant").mkdir(exist_ok=True)
+    save_file(tensors, HERE / "quant" / "fp8.safetensors", VERSIONS)
+
+
 DRAFT_TOKENS, DRAFT_STEPS = 40, 3
 AT = "model.layers.2."
 
@@ -200,6 +219,8 @@ def make_drafts() -> None:
     (HERE / "drafts").mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, HERE / "drafts" / "mtp.safetensors", VERSIONS)
     print(f"mtp logits {tuple(logits.shape)}, standard deviation {logits.std():.2f}, drafts {drafts}")
+    tensors, metadata = deepseek_mtp.golden()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, HERE / "drafts" / "deepseek.safetensors", VERSIONS | metadata)
 
 
 # Ten prompts: chat and plain text; digits, tabs, emoji, Chinese, code.
@@ -376,6 +397,7 @@ def main() -> None:
     kinds.add_parser("families").add_argument("names", nargs="*", help="all, if none are given")
     kinds.add_parser("chat")
     kinds.add_parser("drafts")
+    kinds.add_parser("fp8")
     kinds.add_parser("sample").add_argument("gguf", type=Path)
     args = parser.parse_args()
     match args.kind:
@@ -387,6 +409,8 @@ def main() -> None:
             chat.make(HERE, VERSIONS, write_lines)
         case "drafts":
             make_drafts()
+        case "fp8":
+            make_fp8()
         case _:
             make_sample(args.gguf)
 

@@ -27,7 +27,8 @@ pub struct Family {
     /// `[rows, vocab]`: a batch of sequences cut out of the tokens one after the other, of these lengths.
     pub ragged: Vec<f32>,
     pub ragged_lens: Vec<usize>,
-    shapes: BTreeMap<String, Vec<usize>>,
+    /// Its tensors.
+    pub shapes: BTreeMap<String, Vec<usize>>,
 }
 
 fn folder() -> PathBuf {
@@ -87,28 +88,45 @@ impl Family {
     pub fn changed(&self, config: impl FnOnce(&mut Value), tensor: impl Fn(&str, &mut [f32])) -> TempDir {
         let mut changed = self.config.clone();
         config(&mut changed);
-        let folder = tempfile::tempdir().expect("a temporary folder can be made");
-        let bytes: BTreeMap<&str, Vec<u8>> = self
-            .shapes
-            .iter()
-            .map(|(name, shape)| {
-                let mut values = values(name, shape.iter().product());
-                tensor(name, &mut values);
-                (name.as_str(), values.iter().flat_map(|value| value.to_le_bytes()).collect())
-            })
-            .collect();
-        let views = self.shapes.iter().map(|(name, shape)| {
-            let view = TensorView::new(Dtype::F32, shape.clone(), &bytes[name.as_str()]);
-            (name, view.expect("as many numbers as the shape says"))
+        let tensors = self.shapes.iter().map(|(name, shape)| {
+            let mut values = values(name, shape.iter().product());
+            tensor(name, &mut values);
+            (name.clone(), shape.clone(), values)
         });
-        serialize_to_file(views, None, &folder.path().join("model.safetensors")).expect("a checkpoint can be written");
-        fs::write(folder.path().join("config.json"), changed.to_string()).expect("a config can be written");
-        folder
+        write(&changed, tensors)
     }
 }
 
+/// A checkpoint of these tensors in a new folder, in f32.
+///
+/// # Panics
+/// If the folder cannot be written.
+pub fn write(config: &Value, tensors: impl Iterator<Item = (String, Vec<usize>, Vec<f32>)>) -> TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    write_into(folder.path(), config, tensors);
+    folder
+}
+
+/// [`write`] into a folder that is there.
+///
+/// # Panics
+/// If it cannot be written.
+pub fn write_into(folder: &Path, config: &Value, tensors: impl Iterator<Item = (String, Vec<usize>, Vec<f32>)>) {
+    let bytes = |values: Vec<f32>| -> Vec<u8> { values.into_iter().flat_map(f32::to_le_bytes).collect() };
+    let tensors: Vec<_> = tensors.map(|(name, shape, values)| (name, shape, bytes(values))).collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        let view = TensorView::new(Dtype::F32, shape.clone(), bytes);
+        (name, view.expect("as many numbers as the shape says"))
+    });
+    serialize_to_file(views, None, &folder.join("model.safetensors")).expect("a checkpoint can be written");
+    fs::write(folder.join("config.json"), config.to_string()).expect("a config can be written");
+}
+
 /// A tensor's numbers, made from its name: FNV-1a, then splitmix64, of which 24 bits count.
-fn values(name: &str, count: usize) -> Vec<f32> {
+///
+/// # Panics
+/// Never: some spread fits any name.
+pub fn values(name: &str, count: usize) -> Vec<f32> {
     let (_, center, width) = SPREADS.into_iter().find(|(part, ..)| name.contains(part)).expect("the last fits all");
     let state = name
         .bytes()

@@ -9,7 +9,7 @@ use drafthorse_engine::{Engine, EngineConfig};
 use drafthorse_proto::inference::ModelConfig;
 use drafthorse_proto::inference::model_config::SchedulingChoice;
 use drafthorse_proto::inference::model_instance_group::Kind;
-use drafthorse_worker::{ActivationDtype, DeviceKind, Progress, SpeculateConfig, WorkerConfig};
+use drafthorse_worker::{ActivationDtype, DeviceKind, MlaForm, Progress, SpeculateConfig, WorkerConfig};
 use tracing::{debug, info};
 
 use crate::config::ServerConfig;
@@ -81,6 +81,10 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
         dtype,
         quant_group_size: settings.parse_optional("weightonly_group_size", "-1, 32, 64 or 128")?,
         quant_type: (quant_type != "none").then(|| quant_type.to_owned()),
+        mla_form: settings.choose(
+            "mla_use_matrix_absorption",
+            &[("always", MlaForm::Absorbed), ("true", MlaForm::ByPhase), ("false", MlaForm::Expanded)],
+        )?,
         max_num_seqs: settings.parse("max_num_seqs", COUNT)?,
         max_num_batched_tokens: settings.parse("max_num_batched_tokens", COUNT)?,
         max_model_len: settings.parse_optional("max_model_len", COUNT)?,

@@ -42,6 +42,12 @@ pub const SETTINGS: &[Setting] = &[
         "",
         "weights that share a scale: 32, 64, 128, or -1 for a whole row; default by quant_type",
     ),
+    setting(
+        "mla_use_matrix_absorption",
+        "always",
+        "with latent attention, multiply queries instead of expanding keys: true while decoding, false never, always also in \
+         prompts; with true a text may depend on how its prompt was cut",
+    ),
     setting("load_format", "auto", "auto, or dummy: weights are made up, for measuring; then no tokenizer is needed"),
     setting("max_num_seqs", "64", "most sequences in one step").on_gpu("512"),
     setting("max_num_batched_tokens", "512", "most tokens in one step, over all sequences").on_gpu("8192"),

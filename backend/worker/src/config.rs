@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use drafthorse_kernels::{DType, Device};
+use drafthorse_model::MlaForm;
 
 use crate::error::{Result, WorkerError};
 use crate::grammar::Grammars;
@@ -40,6 +41,8 @@ pub struct WorkerConfig {
     pub quant_type: Option<String>,
     /// `weightonly_group_size`: neighbouring inputs that share a scale, -1 for all of a row. `None`: the type's default.
     pub quant_group_size: Option<i64>,
+    /// `mla_use_matrix_absorption`: how attention over latents is computed, in models that have it.
+    pub mla_form: MlaForm,
     /// Most sequences in one step; as many slots.
     pub max_num_seqs: u32,
     /// Most tokens in one step, over all sequences; sizes the workspace.
@@ -78,6 +81,7 @@ impl Default for WorkerConfig {
             dtype: ActivationDtype::Float32,
             quant_type: None,
             quant_group_size: None,
+            mla_form: MlaForm::default(),
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
             max_model_len: None,

@@ -25,6 +25,7 @@ mod tests;
 mod verify;
 
 pub use config::{ActivationDtype, DeviceKind, WorkerConfig};
+pub use drafthorse_model::MlaForm;
 pub use error::{Result, WorkerError};
 pub use load::Progress;
 pub use memory::{MemoryPlan, Part};

@@ -93,6 +93,7 @@ fn network(
         device: device.clone(),
         dtype: config.activations(),
         random_weights: config.random_weights,
+        mla_form: config.mla_form,
         max_positions: max_positions(config, device)?,
         max_sequence: config.max_model_len.map(|len| len as usize),
         quant: config.quant_type.clone().map(|name| QuantType { name, group_size: config.quant_group_size }),

@@ -1,6 +1,6 @@
 //! A multi-token-prediction module: one decoder layer over a token's embedding and the hidden state before it.
 //!
-//! Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2, with a Llama layer in place of theirs.
+//! Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2, with a layer of their kind or, in its place, a Llama's.
 //! Token t[i+1] and hidden state h[i] stand at position i + 1 and give the logits of t[i+2]; position 0 has no pair and no KV.
 //! The module's own output takes the place of h where the target has not been yet, so that one module drafts several tokens.
 
@@ -12,7 +12,7 @@ use crate::error::{ModelError, Result};
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
 use crate::layers::{Embedding, Linear, LmHead, RmsNorm};
-use crate::models::{DecoderLayer, Ends, Model, StepSize, llama, tensor_bytes};
+use crate::models::{DecoderLayer, Ends, Model, StepSize, draft_layer, tensor_bytes};
 use crate::quant::Part;
 use crate::weights::{Loader, Shard};
 
@@ -36,7 +36,7 @@ impl Mtp {
         let hidden = config.hidden_size;
         let module = root.at(&names.module);
         let part = Part { at: module.at("eh_proj"), out_features: hidden, shard: Shard::Replicated };
-        let mut layer = llama::layer(&root.at(&names.layer), 0)?;
+        let mut layer = draft_layer(&root.at(&names.layer))?;
         layer.leave_out_first_key();
         Ok(Mtp {
             embedding: Embedding::load_or_share(root.at(&names.embedding), ends.map(|ends| &ends.table))?,

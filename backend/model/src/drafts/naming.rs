@@ -63,17 +63,14 @@ impl Names {
         if checkpoint.shape_of(&input) != Some(&[2 * hidden, hidden]) {
             return Ok(());
         }
-        let of_layer = [
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "self_attn.o_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-            "mlp.down_proj",
-        ];
-        let of_layer = of_layer.iter().map(|name| format!("{}.{name}.weight", self.layer));
-        for name in of_layer.chain([input, format!("{}.weight", self.head)]) {
+        // All matrices of its layer: projections, experts, their router.
+        let parts = ["self_attn.", "mlp."].map(|part| format!("{}.{part}", self.layer));
+        let is_matrix = |name: &&str| {
+            let is_of_layer = parts.iter().any(|part| name.starts_with(part)) && name.ends_with(".weight");
+            is_of_layer && checkpoint.shape_of(name).is_some_and(|shape| shape.len() == 2)
+        };
+        let of_layer: Vec<String> = checkpoint.names().filter(is_matrix).map(str::to_owned).collect();
+        for name in of_layer.into_iter().chain([input, format!("{}.weight", self.head)]) {
             if checkpoint.contains(&name) {
                 checkpoint.transpose(&name)?;
             }

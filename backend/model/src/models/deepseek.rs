@@ -15,20 +15,27 @@ use crate::weights::Loader;
 
 /// `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`.
 pub(super) fn load(loader: &Loader<'_>) -> Result<Box<dyn Model>> {
-    let config = loader.config();
     set_aside_modules(loader)?;
-    let _ = experts_of(config)?;
     Decoder::load(loader, layer)
 }
 
-/// Layer `index`, counted from 0. A module for drafts is one more.
-pub(crate) fn layer(at: &Loader<'_>, index: usize) -> Result<DecoderLayer> {
+/// Layer `index`, counted from 0.
+fn layer(at: &Loader<'_>, index: usize) -> Result<DecoderLayer> {
+    layer_of(at, index, is_sparse(&at.config().keys, index)?)
+}
+
+/// The layer of a module for drafts. Its config may be that of the base, or say that there is but one layer.
+pub(super) fn draft_layer(at: &Loader<'_>) -> Result<DecoderLayer> {
+    layer_of(at, 0, at.contains("mlp.gate.weight"))
+}
+
+fn layer_of(at: &Loader<'_>, index: usize, is_sparse: bool) -> Result<DecoderLayer> {
     let config = at.config();
     let mla = config.mla.as_ref().ok_or(ModelError::MissingKey { key: "kv_lora_rank" })?;
     let attention = LatentAttention::load(&at.at("self_attn"), index, mla)?;
     let mlp = at.at("mlp");
     let mlp: Box<dyn FeedForward> = match experts_of(config)? {
-        Some(experts) if is_sparse(&config.keys, index)? => Box::new(SparseMlp::load(&mlp, &experts)?),
+        Some(experts) if is_sparse => Box::new(SparseMlp::load(&mlp, &experts)?),
         _ => Box::new(GatedMlp::load(&mlp, config.intermediate_size)?),
     };
     DecoderLayer::new(at, attention, mlp)

@@ -14,7 +14,7 @@ pub(super) fn load(loader: &Loader<'_>) -> Result<Box<dyn Model>> {
 }
 
 /// Layer `index`, counted from 0.
-pub(crate) fn layer(at: &Loader<'_>, index: usize) -> Result<DecoderLayer> {
+pub(super) fn layer(at: &Loader<'_>, index: usize) -> Result<DecoderLayer> {
     let config = at.config();
     let kind = AttentionKind { qkv_bias: config.qkv_bias, o_bias: config.o_bias, qk_norm: false };
     let attention = Attention::load(&at.at("self_attn"), index, kind)?;

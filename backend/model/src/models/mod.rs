@@ -1,8 +1,8 @@
 //! The table of architectures.
 
 mod decoder;
-pub(crate) mod deepseek;
-pub(crate) mod llama;
+mod deepseek;
+mod llama;
 mod mistral;
 mod mixtral;
 mod model;
@@ -33,6 +33,14 @@ const ARCHITECTURES: &[(&str, Build)] = &[
     ("Qwen3ForCausalLM", qwen3::load),
     ("Qwen3MoeForCausalLM", qwen3_moe::load),
 ];
+
+/// The decoder layer at `at` as drafters for models of this kind have it, the first of theirs in the KV cache.
+pub(crate) fn draft_layer(at: &Loader<'_>) -> Result<DecoderLayer> {
+    match at.config().mla {
+        Some(_) => deepseek::draft_layer(at),
+        None => llama::layer(at, 0),
+    }
+}
 
 /// What builds `architecture`.
 ///

@@ -125,3 +125,143 @@ fn read(piece: &Piece<'_>, in_features: usize, each: &mut dyn FnMut(usize, &[u8]
         each(piece.first_row + rows.first, rows.bytes, &of_rows)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use drafthorse_kernels::{DType, Device};
+    use safetensors::SafeTensors;
+    use safetensors::tensor::Dtype;
+
+    use crate::quant::{Part, schemes};
+    use crate::testing::{Rig, Stored, Tiny, options, random, relative_error};
+    use crate::weights::{Checkpoint, LoadContext, Place, Shard};
+
+    const CONFIG: &str =
+        r#"{"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}"#;
+
+    /// A layer's weight as its kernel sees it, on one rank.
+    fn dequantized(tiny: &Tiny, layer: &str, [out, inputs]: [usize; 2], shard: Shard, place: Place) -> Vec<f32> {
+        let (dir, config) = (tiny.write(), tiny.parsed());
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let schemes = schemes(None, config.quantization.as_ref()).unwrap();
+        let mut context = LoadContext::new(&checkpoint, &config, &schemes, &Device::Cpu, DType::F32);
+        context.place = place;
+        let part = Part { at: context.root().at(layer), out_features: out, shard };
+        schemes.linear.load(part, inputs).unwrap().dequantize().unwrap().to_vec().unwrap()
+    }
+
+    /// Weights in e4m3 with the scales of their blocks, and what torch makes of them.
+    fn golden(name: &str) -> [Stored; 3] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/quant/fp8.safetensors");
+        let bytes = std::fs::read(path).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        ["weight", "weight_scale_inv", "dequantized"].map(|part| {
+            let tensor = tensors.tensor(&format!("{name}.{part}")).unwrap();
+            Stored { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes: tensor.data().to_vec() }
+        })
+    }
+
+    #[test]
+    fn weights_have_the_bits_that_torch_gives_them() {
+        for name in ["whole", "ragged", "small"] {
+            let [weight, scales, want] = golden(name);
+            let dims = [weight.shape[0], weight.shape[1]];
+            let mut tiny = Tiny::new(Dtype::F32, CONFIG);
+            tiny.tensors.insert("layer.weight".into(), weight);
+            tiny.tensors.insert("layer.weight_scale_inv".into(), scales);
+            let got = dequantized(&tiny, "layer", dims, Shard::Replicated, Place::ALONE);
+            let want = want.values();
+            assert!(got.iter().zip(&want).all(|(got, want)| got.to_bits() == want.to_bits()), "{name}");
+            if name == "whole" {
+                for rank in 0..2 {
+                    let place = Place { rank, world: 2 };
+                    let rows = dequantized(&tiny, "layer", dims, Shard::Out, place);
+                    assert_eq!(rows, want[rank * want.len() / 2..(rank + 1) * want.len() / 2], "rows of {rank}");
+                    let cols = dequantized(&tiny, "layer", dims, Shard::In, place);
+                    let half = dims[1] / 2;
+                    let of_rank = |row: &[f32]| row[rank * half..(rank + 1) * half].to_vec();
+                    assert_eq!(cols, want.chunks(dims[1]).flat_map(of_rank).collect::<Vec<_>>(), "columns of {rank}");
+                }
+            }
+        }
+    }
+
+    /// Turns a layer of floats to e4m3 by rounding towards zero; floats in its place are as good as its blocks.
+    fn quantize(tiny: &mut Tiny, plain: &mut Tiny, layer: &str, seed: u64) {
+        let name = format!("{layer}.weight");
+        let shape = tiny.tensors[&name].shape.clone();
+        let codes: Vec<u8> =
+            random(shape[0] * shape[1], seed).iter().map(|v| ((v + 1.0) * 119.0) as u8 % 119).collect();
+        let signs = random(codes.len(), seed + 1);
+        let codes: Vec<u8> =
+            codes.iter().zip(signs).map(|(code, sign)| if sign < 0.0 { code | 128 } else { *code }).collect();
+        let scale = 0.002;
+        let number = |code: u8| {
+            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
+            let size = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
+            scale * if code & 128 == 0 { size } else { -size }
+        };
+        let values: Vec<f32> = codes.iter().map(|&code| number(code)).collect();
+        plain.tensors.insert(name.clone(), Stored::floats(Dtype::F32, &shape, &values));
+        let blocks = [shape[0].div_ceil(128), shape[1].div_ceil(128)];
+        let scales = Stored::floats(Dtype::F32, &blocks, &vec![scale; blocks[0] * blocks[1]]);
+        tiny.tensors.insert(format!("{layer}.weight_scale_inv"), scales);
+        tiny.tensors.insert(name, Stored { dtype: Dtype::F8_E4M3, shape, bytes: codes });
+    }
+
+    #[test]
+    fn a_model_in_blocks_is_the_model_in_floats() {
+        let mut tiny = Tiny::new(Dtype::F32, CONFIG);
+        let mut plain = tiny.clone();
+        plain.config.remove("quantization_config");
+        for (seed, layer) in
+            ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"].iter().enumerate()
+        {
+            for i in 0..2 {
+                quantize(&mut tiny, &mut plain, &format!("model.layers.{i}.{layer}"), (seed * 20 + i * 2) as u64);
+            }
+        }
+        let tokens = [3, 14, 15, 89, 26, 5];
+        let run = |tiny: &Tiny| Rig::new(tiny.write().path(), &options(DType::F32, "none"), 6).step(&tokens, 0);
+        let error = relative_error(&run(&tiny), &run(&plain));
+        assert!(error < 1e-5, "{error}");
+    }
+
+    #[test]
+    fn what_cannot_be_loaded_is_refused_by_name() {
+        let refusal = |changes: &str| {
+            let tiny = Tiny::new(Dtype::F32, changes);
+            crate::load(tiny.write().path(), &options(DType::F32, "none")).err().unwrap().to_string()
+        };
+        let config = |keys: &str| refusal(&format!(r#"{{"quantization_config": {{"quant_method": "fp8"{keys}}}}}"#));
+        let key = "config.json: quantization_config.";
+        assert_eq!(config(""), format!("{key}weight_block_size is missing, supported: [128, 128]"));
+        assert_eq!(
+            config(r#", "weight_block_size": [64, 64]"#),
+            format!("{key}weight_block_size is [64, 64], supported: [128, 128]")
+        );
+        assert_eq!(config(r#", "fmt": "e5m2""#), format!("{key}fmt is e5m2, supported: e4m3"));
+        assert_eq!(
+            config(r#", "activation_scheme": "static""#),
+            format!("{key}activation_scheme is static, supported: dynamic")
+        );
+        let named = r#", "weight_block_size": [128, 128], "modules_to_not_convert": ["mlp.grate"]"#;
+        assert!(config(named).starts_with(&format!("{key}modules_to_not_convert is mlp.grate, supported: names")));
+
+        // Codes without scales, and scales of too few blocks.
+        let (mut tiny, mut plain) = (Tiny::new(Dtype::F32, CONFIG), Tiny::new(Dtype::F32, CONFIG));
+        for layer in ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"] {
+            quantize(&mut tiny, &mut plain, layer, 3);
+        }
+        tiny.tensors.remove("model.layers.0.mlp.down_proj.weight_scale_inv");
+        let scales = Stored::floats(Dtype::F32, &[2, 1], &[1.0; 2]);
+        tiny.tensors.insert("model.layers.1.mlp.down_proj.weight_scale_inv".into(), scales);
+        let error = crate::load(tiny.write().path(), &options(DType::F32, "none")).err().unwrap().to_string();
+        assert!(error.ends_with(
+            "model.layers.0.mlp.down_proj.weight_scale_inv is missing; \
+             model.layers.1.mlp.down_proj.weight_scale_inv has shape [2, 1], expected [1, 1]"
+        ));
+    }
+}

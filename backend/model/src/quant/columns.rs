@@ -143,3 +143,137 @@ impl Columns {
 fn values_of(bytes: &[u8]) -> impl Iterator<Item = (usize, u8)> {
     bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).enumerate()
 }
+
+#[cfg(test)]
+mod tests {
+    use drafthorse_kernels::DType;
+    use safetensors::tensor::Dtype;
+
+    use crate::testing::{Rig, Stored, Tiny, options, random, relative_error};
+
+    /// Which of eight outputs each place of an AWQ word is.
+    const AWQ: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+    fn words(shape: [usize; 2], value: impl Fn(usize, usize, usize) -> u8) -> Stored {
+        let word = |row, col| (0..8).fold(0u32, |word, place| word | u32::from(value(row, col, place)) << (4 * place));
+        let cells = (0..shape[0]).flat_map(|row| (0..shape[1]).map(move |col| (row, col)));
+        let bytes = cells.flat_map(|(row, col)| word(row, col).to_le_bytes()).collect();
+        Stored { dtype: Dtype::I32, shape: shape.to_vec(), bytes }
+    }
+
+    /// Stores a layer's weight in one of the formats, in groups of 32, and its floats in `plain`.
+    fn quantize(format: &str, tiny: &mut Tiny, plain: &mut Tiny, layer: &str, seed: u64) {
+        let shape = tiny.tensors.remove(&format!("{layer}.weight")).unwrap().shape;
+        let [out, inputs] = shape[..] else { panic!("{layer} is no matrix") };
+        let groups = inputs / 32;
+        let numbers =
+            |len: usize, seed: u64| -> Vec<u8> { random(len, seed).iter().map(|v| ((v + 1.0) * 7.99) as u8).collect() };
+        // Codes by output and input, the others by group and output.
+        let (codes, zeros) = (numbers(out * inputs, seed), numbers(out * groups, seed + 1));
+        let scales = Stored::floats(
+            Dtype::F16,
+            &[groups, out],
+            &random(out * groups, seed + 2).iter().map(|v| 0.03 + 0.01 * v).collect::<Vec<_>>(),
+        );
+        let code = |output: usize, input: usize| codes[output * inputs + input];
+        let zero = |group: usize, output: usize| zeros[group * out + output];
+        let (qweight, qzeros) = match format {
+            "awq" => (
+                words([inputs, out / 8], |input, col, place| code(col * 8 + AWQ[place], input)),
+                words([groups, out / 8], |group, col, place| zero(group, col * 8 + AWQ[place])),
+            ),
+            _ => {
+                // The first version of the format stores one less.
+                let less = if format == "gptq" { 15 } else { 0 };
+                (
+                    words([inputs / 8, out], |row, output, place| code(output, row * 8 + place)),
+                    words([groups, out / 8], |group, col, place| (zero(group, col * 8 + place) + less) & 15),
+                )
+            }
+        };
+        let scale = scales.values();
+        let value = |i: usize| {
+            let (output, input) = (i / inputs, i % inputs);
+            let group = input / 32;
+            scale[group * out + output] * (f32::from(codes[i]) - f32::from(zero(group, output)))
+        };
+        let values: Vec<f32> = (0..out * inputs).map(value).collect();
+        plain.tensors.insert(format!("{layer}.weight"), Stored::floats(Dtype::F32, &shape, &values));
+        for (name, tensor) in [("qweight", qweight), ("qzeros", qzeros), ("scales", scales)] {
+            tiny.tensors.insert(format!("{layer}.{name}"), tensor);
+        }
+    }
+
+    fn config(format: &str) -> String {
+        let keys = match format {
+            "awq" => r#""quant_method": "awq", "version": "GEMM", "zero_point": true"#.to_owned(),
+            _ => format!(r#""quant_method": "gptq", "desc_act": false, "sym": false, "checkpoint_format": "{format}""#),
+        };
+        format!(r#"{{"quantization_config": {{{keys}, "bits": 4, "group_size": 32}}}}"#)
+    }
+
+    /// A model in which nearly all layers are quantized, one of a merged three is not; and the same in floats.
+    fn models(format: &str) -> [Tiny; 2] {
+        let mut tiny = Tiny::new(Dtype::F32, &config(format));
+        let mut plain = tiny.clone();
+        plain.config.remove("quantization_config");
+        let layers: Vec<String> =
+            tiny.tensors.keys().filter_map(|name| name.strip_suffix(".weight")).map(Into::into).collect();
+        let wanted = |layer: &&String| layer.contains("proj") && *layer != "model.layers.1.self_attn.v_proj";
+        for (seed, layer) in layers.iter().filter(wanted).enumerate() {
+            quantize(format, &mut tiny, &mut plain, layer, 200 + 10 * seed as u64);
+        }
+        [tiny, plain]
+    }
+
+    #[test]
+    fn every_packing_is_the_weights_that_were_packed() {
+        let tokens = [3, 14, 15, 89, 26, 5];
+        let run = |tiny: &Tiny| Rig::new(tiny.write().path(), &options(DType::F32, "none"), 6).step(&tokens, 0);
+        for format in ["awq", "gptq", "gptq_v2"] {
+            let [tiny, plain] = models(format);
+            let error = relative_error(&run(&tiny), &run(&plain));
+            assert!(error < 1e-5, "{format}: {error}");
+        }
+        // Zero points that are off by one would show.
+        let [mut tiny, plain] = models("gptq");
+        tiny.config = models("gptq_v2")[0].config.clone();
+        assert!(relative_error(&run(&tiny), &run(&plain)) > 1e-2);
+    }
+
+    #[test]
+    fn what_cannot_be_loaded_is_refused_by_name() {
+        let refusal = |keys: &str| {
+            let tiny = Tiny::new(Dtype::F32, &format!(r#"{{"quantization_config": {{{keys}}}}}"#));
+            crate::load(tiny.write().path(), &options(DType::F32, "none")).err().unwrap().to_string()
+        };
+        let key = "config.json: quantization_config.";
+        let awq = r#""quant_method": "awq""#;
+        assert_eq!(refusal(&format!(r#"{awq}, "bits": 8"#)), format!("{key}bits is 8, supported: 4"));
+        assert_eq!(refusal(&format!(r#"{awq}, "version": "gemv""#)), format!("{key}version is gemv, supported: gemm"));
+        assert_eq!(
+            refusal(&format!(r#"{awq}, "zero_point": false"#)),
+            format!("{key}zero_point is false, supported: true")
+        );
+        assert_eq!(
+            refusal(&format!(r#"{awq}, "group_size": 48"#)),
+            format!("{key}group_size is 48, supported: -1 (a whole row), 32, 64, 128")
+        );
+        let gptq = r#""quant_method": "gptq""#;
+        assert_eq!(
+            refusal(&format!(r#"{gptq}, "desc_act": true"#)),
+            format!("{key}desc_act is true, supported: false")
+        );
+        assert_eq!(
+            refusal(&format!(r#"{gptq}, "checkpoint_format": "marlin""#)),
+            format!("{key}checkpoint_format is marlin, supported: gptq, gptq_v2")
+        );
+        let [mut tiny, _] = models("awq");
+        tiny.tensors.remove("model.layers.0.mlp.down_proj.scales");
+        tiny.tensors.remove("model.layers.0.mlp.down_proj.qzeros");
+        let error = crate::load(tiny.write().path(), &options(DType::F32, "none")).err().unwrap().to_string();
+        assert!(error.ends_with(
+            "model.layers.0.mlp.down_proj.scales is missing; model.layers.0.mlp.down_proj.qzeros is missing"
+        ));
+    }
+}
