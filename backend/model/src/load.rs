@@ -82,7 +82,7 @@ pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
     if let Some(stored) = &config.quantization
         && !options.random_weights
     {
-        stored.check_names(checkpoint.names())?;
+        stored.check_names(&checkpoint.names().collect::<Vec<_>>())?;
     }
     let mut context = LoadContext::new(&checkpoint, &config, &schemes, &options.device, options.dtype);
     context.place = options.place;

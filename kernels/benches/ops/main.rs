@@ -5,6 +5,7 @@
 //! line goes over as many copies of its weight as do not fit any cache, as the layers of a model would.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a bench prints, and may stop at an error")]
 
+mod latents;
 mod machine;
 mod steps;
 
@@ -74,6 +75,7 @@ fn main() {
         }
     }
     steps::lines(&machine, &wanted);
+    latents::lines(&machine, &wanted);
 }
 
 /// Times `calls`, each on its own or all in a row, and prints the line.

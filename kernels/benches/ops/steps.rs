@@ -146,18 +146,18 @@ fn sampling(
     });
 }
 
-fn floats(shape: [usize; 2]) -> Tensor {
+pub fn floats(shape: [usize; 2]) -> Tensor {
     let mut rng = StdRng::seed_from_u64(2);
     let values: Vec<f32> = (0..shape[0] * shape[1]).map(|_| rng.random_range(-1.0..1.0)).collect();
     Tensor::from_slice(&Device::Cpu, "floats", &values, shape).unwrap()
 }
 
-fn ints(values: &[i32]) -> Tensor {
+pub fn ints(values: &[i32]) -> Tensor {
     Tensor::from_slice(&Device::Cpu, "ints", values, [values.len()]).unwrap()
 }
 
 /// Times `run` and prints the line.
-fn report(machine: &Machine, op: &str, shape: &str, bytes: usize, flop: usize, mut run: impl FnMut()) {
+pub fn report(machine: &Machine, op: &str, shape: &str, bytes: usize, flop: usize, mut run: impl FnMut()) {
     let started = Instant::now();
     let mut times = Vec::new();
     while started.elapsed() < Duration::from_millis(600) || times.len() < 40 {

@@ -47,13 +47,13 @@ impl StoredQuantization {
     ///
     /// # Errors
     /// `Unsupported`, with the first name that leaves out nothing.
-    pub(crate) fn check_names<'a>(&self, tensors: impl Iterator<Item = &'a str> + Clone) -> Result<()> {
+    pub(crate) fn check_names(&self, tensors: &[&str]) -> Result<()> {
         // A tied head has no tensor, and is often named all the same.
-        let is_known = |name: &str| name.starts_with("lm_head") || tensors.clone().any(|tensor| tensor.contains(name));
+        let is_known = |name: &str| name.starts_with("lm_head") || tensors.iter().any(|tensor| tensor.contains(name));
         match self.unquantized.iter().find(|name| name.is_empty() || !is_known(name)) {
             None => Ok(()),
             Some(name) => {
-                let example = tensors.clone().find_map(|tensor| tensor.strip_suffix(".weight")).unwrap_or("lm_head");
+                let example = tensors.iter().find_map(|tensor| tensor.strip_suffix(".weight")).unwrap_or("lm_head");
                 let supported = format!("names of the checkpoint's layers or parts of them, like {example}");
                 Err(self.refuse("modules_to_not_convert", name, &supported))
             }
@@ -74,7 +74,7 @@ mod tests {
         let tensors = ["model.layers.0.mlp.gate.weight", "model.norm.weight"];
         let check = |names: &str| {
             let stored = parse(&format!(r#"{{"quant_method": "fp8", "modules_to_not_convert": {names}}}"#));
-            stored.check_names(tensors.into_iter()).map_or_else(|err| err.to_string(), |()| "fine".into())
+            stored.check_names(&tensors).map_or_else(|err| err.to_string(), |()| "fine".into())
         };
         for fine in ["null", "[]", r#"["lm_head"]"#, r#"["mlp.gate"]"#, r#"["model.layers.0.mlp.gate"]"#] {
             assert_eq!(check(fine), "fine", "{fine}");

@@ -47,9 +47,15 @@ pub(crate) struct LatentAttention {
 }
 
 /// From hidden states to queries: at once, or through few dimensions.
-enum Query {
-    Whole(Linear),
-    LowRank { down: Linear, norm: RmsNorm, up: Linear },
+struct Query {
+    low: Option<LowRank>,
+    up: Linear,
+}
+
+/// To few dimensions, and their norm.
+struct LowRank {
+    down: Linear,
+    norm: RmsNorm,
 }
 
 impl Query {
@@ -59,46 +65,40 @@ impl Query {
         let out_features = config.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim);
         let part = |name, out_features, shard| [Part { at: at.at(name), out_features, shard }];
         let Some(rank) = mla.q_lora_rank else {
-            return Ok(Query::Whole(Linear::column(&part("q_proj", out_features, Shard::Out), hidden, false)?));
+            let up = Linear::column(&part("q_proj", out_features, Shard::Out), hidden, false)?;
+            return Ok(Query { low: None, up });
         };
-        Ok(Query::LowRank {
-            down: Linear::column(&part("q_a_proj", rank, Shard::Replicated), hidden, config.o_bias)?,
-            norm: RmsNorm::of_width(&at.at("q_a_layernorm"), rank, EPS)?,
-            up: Linear::column(&part("q_b_proj", out_features, Shard::Out), rank, false)?,
-        })
+        let down = Linear::column(&part("q_a_proj", rank, Shard::Replicated), hidden, config.o_bias)?;
+        let norm = RmsNorm::of_width(&at.at("q_a_layernorm"), rank, EPS)?;
+        let up = Linear::column(&part("q_b_proj", out_features, Shard::Out), rank, false)?;
+        Ok(Query { low: Some(LowRank { down, norm }), up })
     }
 
     /// `[tokens, this rank's heads * (nope + rope)]`.
     fn forward(&self, x: &Tensor, cx: &Forward<'_>) -> Result<Tensor> {
         let (tokens, _) = x.rows_cols();
-        match self {
-            Query::Whole(linear) => {
-                let mut q = linear.output(tokens, x.dtype(), cx)?;
-                linear.forward(x, &mut q, cx)?;
-                Ok(q)
-            }
-            Query::LowRank { down, norm, up } => {
-                // First: it outlives the call.
-                let mut q = up.output(tokens, x.dtype(), cx)?;
+        // First: it outlives the call.
+        let mut q = self.up.output(tokens, x.dtype(), cx)?;
+        match &self.low {
+            None => self.up.forward(x, &mut q, cx)?,
+            Some(LowRank { down, norm }) => {
                 let mut low = down.output(tokens, x.dtype(), cx)?;
                 let mut normed = down.output(tokens, x.dtype(), cx)?;
                 down.forward(x, &mut low, cx)?;
                 norm.forward(&low, &mut normed)?;
-                up.forward(&normed, &mut q, cx)?;
-                Ok(q)
+                self.up.forward(&normed, &mut q, cx)?;
             }
         }
+        Ok(q)
     }
 
     /// Scratch memory that [`forward`](Self::forward) takes besides its result.
     fn workspace_bytes(&self, tokens: usize, element_bytes: usize) -> usize {
-        match self {
-            Query::Whole(linear) => linear.workspace_bytes(tokens),
-            Query::LowRank { down, up, .. } => {
-                let low = tensor_bytes(tokens * down.out_features(), element_bytes);
-                2 * low + down.workspace_bytes(tokens).max(up.workspace_bytes(tokens))
-            }
-        }
+        let low = self.low.as_ref().map_or(0, |low| {
+            let width = tensor_bytes(tokens * low.down.out_features(), element_bytes);
+            2 * width + low.down.workspace_bytes(tokens)
+        });
+        low + self.up.workspace_bytes(tokens)
     }
 }
 

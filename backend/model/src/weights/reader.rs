@@ -93,7 +93,7 @@ impl Checkpoint {
     }
 
     /// All tensors, in the order of their names.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> + Clone {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 

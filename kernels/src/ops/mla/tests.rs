@@ -174,7 +174,9 @@ fn in_f64(cached: &Cached, tokens: usize) -> Vec<f64> {
             let mut q = wide(&cached.q[0][(token * dims.num_heads + head) * dims.query()..][..dims.query()]);
             turn(&mut q[dims.nope..], token);
             let up = wide(cached.weight.up::<f32>(head));
-            let made = |latent: &[f64], d: usize| (0..dims.rank).map(|r| latent[r] * up[r * dims.expanded() + d]).sum();
+            let made = |latent: &[f64], d: usize| -> f64 {
+                (0..dims.rank).map(|r| latent[r] * up[r * dims.expanded() + d]).sum()
+            };
             let score = |j: usize| {
                 let mut key: Vec<f64> = (0..dims.nope).map(|d| made(&latents[j], d)).collect();
                 key.extend_from_slice(&latents[j][dims.rank..]);
@@ -183,7 +185,7 @@ fn in_f64(cached: &Cached, tokens: usize) -> Vec<f64> {
             let weights: Vec<f64> = (0..=token).map(score).collect();
             let total: f64 = weights.iter().sum();
             for d in dims.nope..dims.expanded() {
-                let value: f64 = weights.iter().zip(&latents).map(|(w, latent)| w * made(latent, d) as f64).sum();
+                let value: f64 = weights.iter().zip(&latents).map(|(w, latent)| w * made(latent, d)).sum();
                 y.push(value / total);
             }
         }

@@ -39,7 +39,6 @@ pub enum Pairs {
 /// # Errors
 /// `Shape`, `DType`, `NotMultiple`, and `Value` if `ragged` or a position points outside the cache or the table; nothing is then
 /// written. `NotOnDevice` on a GPU.
-
 pub fn latent_write(
     q: &mut Tensor,
     kv: &Tensor,
