@@ -120,7 +120,8 @@ impl<F: Format> Packed<F> {
         let group = self.scales.as_ref().map_or(self.inputs, |scales| scales.group);
         let mut values = self.raw_row(row);
         for (g, out) in out.chunks_mut(group).enumerate() {
-            let (scale, offset) = self.scales.as_ref().map_or((1.0, 0.0), |scales| scales.get(row, g));
+            // Minus zero adds nothing, not even to a zero's sign.
+            let (scale, offset) = self.scales.as_ref().map_or((1.0, -0.0), |scales| scales.get(row, g));
             for (out, value) in out.iter_mut().zip(&mut values) {
                 *out = T::from_f32(scale.mul_add(value, offset));
             }
