@@ -128,9 +128,10 @@ impl BlockManager {
         }
     }
 
-    /// Lets prompts find `block` under `key`, unless another block has that content already.
-    pub(crate) fn remember(&mut self, block: BlockId, key: PrefixKey) {
-        if self.blocks[block.0 as usize].key.is_none() && self.cache.insert(key, block) {
+    /// Lets prompts find the block of `table` at `at` under `key`, unless another block has that content already.
+    pub(crate) fn remember(&mut self, table: &[BlockId], at: usize, key: PrefixKey) {
+        let (block, after) = (table[at], at.checked_sub(1).map(|before| table[before]));
+        if self.blocks[block.0 as usize].key.is_none() && self.cache.insert(key, block, after) {
             self.blocks[block.0 as usize].key = Some(key);
         }
     }
@@ -203,8 +204,8 @@ mod tests {
     fn remember(manager: &mut BlockManager, blocks: &[BlockId], tokens: &[TokenId]) -> Vec<PrefixKey> {
         let mut keys = Vec::new();
         manager.extend_keys(manager.cache.root(0, None), &mut keys, tokens);
-        for (&block, &key) in blocks.iter().zip(&keys) {
-            manager.remember(block, key);
+        for (at, &key) in keys.iter().enumerate().take(blocks.len()) {
+            manager.remember(blocks, at, key);
         }
         keys
     }

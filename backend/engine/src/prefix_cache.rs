@@ -47,6 +47,17 @@ impl Hasher for AsIs {
 pub(crate) struct PrefixCache {
     hashers: [RandomState; 2],
     blocks: HashMap<PrefixKey, BlockId, BuildHasherDefault<AsIs>>,
+    /// By block. A long prefix is followed from block to block here, where neighbours mostly lie side by side: the map would
+    /// miss the processor's caches for each.
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    /// What the block is found under, if it is.
+    key: Option<PrefixKey>,
+    /// The block that was last put behind this one. A guess: whether it is the one that is looked for, its key says.
+    next: u32,
 }
 
 impl PrefixCache {
@@ -55,6 +66,7 @@ impl PrefixCache {
         PrefixCache {
             hashers: Default::default(),
             blocks: HashMap::with_capacity_and_hasher(num_blocks, BuildHasherDefault::default()),
+            entries: vec![Entry { key: None, next: u32::MAX }; num_blocks],
         }
     }
 
@@ -75,19 +87,31 @@ impl PrefixCache {
 
     /// The blocks of the longest known prefix.
     pub(crate) fn find(&self, keys: &[PrefixKey]) -> Vec<BlockId> {
-        keys.iter().map_while(|key| self.blocks.get(key).copied()).collect()
+        let mut guess = u32::MAX;
+        let find = |key: &PrefixKey| {
+            let guessed = self.entries.get(guess as usize).is_some_and(|entry| entry.key == Some(*key));
+            let block = if guessed { BlockId(guess) } else { *self.blocks.get(key)? };
+            guess = self.entries[block.0 as usize].next;
+            Some(block)
+        };
+        keys.iter().map_while(find).collect()
     }
 
-    /// Makes `block` findable; false if the prefix has a block already.
-    pub(crate) fn insert(&mut self, key: PrefixKey, block: BlockId) -> bool {
-        let entry = self.blocks.entry(key);
-        let is_new = matches!(entry, std::collections::hash_map::Entry::Vacant(_));
-        entry.or_insert(block);
-        is_new
+    /// Makes `block` findable, which in its sequence stands behind `after`; false if the prefix has a block already.
+    pub(crate) fn insert(&mut self, key: PrefixKey, block: BlockId, after: Option<BlockId>) -> bool {
+        let std::collections::hash_map::Entry::Vacant(entry) = self.blocks.entry(key) else { return false };
+        entry.insert(block);
+        self.entries[block.0 as usize].key = Some(key);
+        if let Some(after) = after {
+            self.entries[after.0 as usize].next = block.0;
+        }
+        true
     }
 
     pub(crate) fn remove(&mut self, key: PrefixKey) {
-        self.blocks.remove(&key);
+        if let Some(block) = self.blocks.remove(&key) {
+            self.entries[block.0 as usize].key = None;
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -115,18 +139,49 @@ mod tests {
 
     #[test]
     fn finds_blocks_up_to_the_first_gap() {
-        let mut cache = PrefixCache::new(0);
-        let mut keys = vec![cache.root(0, None)];
-        for block in 0..3 {
-            keys.push(cache.child(keys[block], &[7, 7]));
-        }
-        assert!(cache.insert(keys[1], BlockId(5)));
-        assert!(cache.insert(keys[3], BlockId(6)));
-        assert!(!cache.insert(keys[1], BlockId(9)), "the first one stays");
-        assert_eq!(cache.find(&keys[1..]), [BlockId(5)]);
-        cache.remove(keys[1]);
-        assert_eq!(cache.find(&keys[1..]), []);
+        let mut cache = PrefixCache::new(10);
+        let keys = chain(&cache, &[[7, 7]; 3]);
+        assert!(cache.insert(keys[0], BlockId(5), None));
+        assert!(cache.insert(keys[2], BlockId(6), None));
+        assert!(!cache.insert(keys[0], BlockId(9), None), "the first one stays");
+        assert_eq!(cache.find(&keys), [BlockId(5)]);
+        cache.remove(keys[0]);
+        assert_eq!(cache.find(&keys), []);
         assert_eq!(cache.len(), 1);
+    }
+
+    /// The keys of a prefix of these blocks.
+    fn chain(cache: &PrefixCache, blocks: &[[TokenId; 2]]) -> Vec<PrefixKey> {
+        let mut key = cache.root(0, None);
+        let next = |tokens: &[TokenId; 2]| {
+            key = cache.child(key, tokens);
+            key
+        };
+        blocks.iter().map(next).collect()
+    }
+
+    #[test]
+    fn a_guess_that_is_wrong_or_old_changes_nothing() {
+        let mut cache = PrefixCache::new(10);
+        let (one, other) = (chain(&cache, &[[1, 1], [2, 2], [3, 3]]), chain(&cache, &[[1, 1], [4, 4], [3, 3]]));
+        let put = |cache: &mut PrefixCache, keys: &[PrefixKey], blocks: [u32; 3]| {
+            for (i, key) in keys.iter().enumerate() {
+                cache.insert(*key, BlockId(blocks[i]), i.checked_sub(1).map(|before| BlockId(blocks[before])));
+            }
+        };
+        put(&mut cache, &one, [3, 1, 0]);
+        put(&mut cache, &other, [3, 9, 8]);
+        // Both go on behind block 3, which remembers the second.
+        assert_eq!(cache.find(&one), [3, 1, 0].map(BlockId));
+        assert_eq!(cache.find(&other), [3, 9, 8].map(BlockId));
+        // Block 9 is used for something else: what stood behind it is out of reach.
+        cache.remove(other[1]);
+        assert_eq!(cache.find(&other), [BlockId(3)]);
+        let third = chain(&cache, &[[5, 5]]);
+        assert!(cache.insert(third[0], BlockId(9), None));
+        assert_eq!(cache.find(&other), [BlockId(3)]);
+        assert_eq!(cache.find(&third), [BlockId(9)]);
+        assert_eq!(cache.find(&one), [3, 1, 0].map(BlockId));
     }
 
     /// `cargo test --release -p drafthorse-engine finding -- --ignored --nocapture`
@@ -141,7 +196,8 @@ mod tests {
             let mut keys = vec![cache.root(prefix as u64, None)];
             for block in 0..512 {
                 keys.push(cache.child(keys[block], &[block as TokenId; 16]));
-                cache.insert(keys[block + 1], BlockId((prefix * 512 + block) as u32));
+                let id = (prefix * 512 + block) as u32;
+                cache.insert(keys[block + 1], BlockId(id), block.checked_sub(1).map(|_| BlockId(id - 1)));
             }
             prefixes.push(keys);
         }

@@ -98,7 +98,7 @@ impl Scheduler {
         }
         self.blocks.extend_keys(sequence.root, &mut sequence.keys, &sequence.tokens);
         for at in sequence.num_remembered..full_blocks {
-            self.blocks.remember(sequence.blocks[at], sequence.keys[at]);
+            self.blocks.remember(&sequence.blocks, at, sequence.keys[at]);
         }
         sequence.num_remembered = full_blocks;
     }
