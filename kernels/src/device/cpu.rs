@@ -3,6 +3,10 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 
+#[cfg(target_os = "linux")]
+use memmap2::Advice;
+use memmap2::MmapMut;
+
 use crate::error::{KernelError, Result};
 
 /// Start of every buffer: a cache line, and an AVX-512 vector.
@@ -14,12 +18,22 @@ const PAGE: usize = 4096;
 /// What one thread touches in less time than it takes to start another.
 const TOUCH_ALONE: usize = 16 << 20;
 
+/// From this size on a buffer is a mapping of its own: it takes huge pages, and no more memory than its size, which an allocator's
+/// heap would round up to what suits it.
+const OWN_MAPPING: usize = 1 << 20;
+
 /// A block of zeroed host memory that is all there: no page is left to be found, and cleared, by the step that first writes to it.
 /// (A step that came upon fresh huge pages of every layer's KV cache took twice its time.)
 #[derive(Debug)]
 pub(crate) struct HostBuffer {
     address: NonNull<u8>,
-    layout: Layout,
+    memory: Memory,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Heap(Layout),
+    Mapped(#[expect(dead_code, reason = "held until the buffer goes")] MmapMut),
 }
 
 // SAFETY: the buffer is plain memory with one owner; who may read or write it is decided by the tensors over it.
@@ -30,28 +44,25 @@ unsafe impl Sync for HostBuffer {}
 impl HostBuffer {
     pub(crate) fn zeroed(what: &'static str, bytes: usize) -> Result<Self> {
         let oom = || KernelError::OutOfMemory { what, wanted: bytes, free: 0 };
+        if bytes >= OWN_MAPPING {
+            return Self::mapped(bytes).map_err(|_| oom());
+        }
         let layout = Layout::from_size_align(bytes.max(1), ALIGN).map_err(|_| oom())?;
         // SAFETY: the layout's size is at least one byte.
         let address = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(oom)?;
-        let mut buffer = HostBuffer { address, layout };
-        buffer.touch();
-        Ok(buffer)
+        // SAFETY: the memory is ours alone, as long as that, and holds zeros.
+        touch_pages(unsafe { std::slice::from_raw_parts_mut(address.as_ptr(), layout.size()) });
+        Ok(HostBuffer { address, memory: Memory::Heap(layout) })
     }
 
-    /// Writes to every page, on as many threads as pay.
-    fn touch(&mut self) {
-        // SAFETY: the memory is ours alone, as long as that, and holds zeros.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.layout.size()) };
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(bytes.len() / TOUCH_ALONE).max(1);
-        let share = bytes.len().div_ceil(threads).next_multiple_of(PAGE);
-        std::thread::scope(|scope| {
-            let mut shares = bytes.chunks_mut(share);
-            let own = shares.next();
-            for share in shares {
-                scope.spawn(|| touch_pages(share));
-            }
-            own.map(touch_pages);
-        });
+    fn mapped(bytes: usize) -> std::io::Result<Self> {
+        let mut mapping = MmapMut::map_anon(bytes)?;
+        // A kernel without huge pages does without.
+        #[cfg(target_os = "linux")]
+        let _ = mapping.advise(Advice::HugePage);
+        touch(&mut mapping);
+        let address = NonNull::new(mapping.as_mut_ptr()).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        Ok(HostBuffer { address, memory: Memory::Mapped(mapping) })
     }
 
     pub(crate) fn address(&self) -> NonNull<u8> {
@@ -59,17 +70,34 @@ impl HostBuffer {
     }
 }
 
-fn touch_pages(bytes: &mut [u8]) {
-    for byte in bytes.iter_mut().step_by(PAGE) {
-        // SAFETY: a reference is valid to write through; volatile, since a zero over a zero would be left out.
-        unsafe { std::ptr::write_volatile(byte, 0) }
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        if let Memory::Heap(layout) = self.memory {
+            // SAFETY: allocated with this very layout in `zeroed`, freed once.
+            unsafe { dealloc(self.address.as_ptr(), layout) }
+        }
     }
 }
 
-impl Drop for HostBuffer {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this very layout in `zeroed`, freed once.
-        unsafe { dealloc(self.address.as_ptr(), self.layout) }
+/// Writes to every page, on as many threads as pay.
+fn touch(bytes: &mut [u8]) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(bytes.len() / TOUCH_ALONE).max(1);
+    let share = bytes.len().div_ceil(threads).next_multiple_of(PAGE);
+    std::thread::scope(|scope| {
+        let mut shares = bytes.chunks_mut(share);
+        let own = shares.next();
+        for share in shares {
+            scope.spawn(|| touch_pages(share));
+        }
+        own.map(touch_pages);
+    });
+}
+
+/// Writes to every page. Volatile, since a zero over a zero would be left out.
+fn touch_pages(bytes: &mut [u8]) {
+    for byte in bytes.iter_mut().step_by(PAGE) {
+        // SAFETY: a reference is valid to write through.
+        unsafe { std::ptr::write_volatile(byte, 0) }
     }
 }
 
@@ -77,12 +105,11 @@ impl Drop for HostBuffer {
 mod tests {
     use super::*;
 
-    /// Pages of the buffer that have memory, as Linux tells: 8 bytes a page, the highest bit set for one that is there.
+    /// Of these bytes' pages those that have memory, as Linux tells: 8 bytes a page, the highest bit set for one that is there.
     #[cfg(target_os = "linux")]
-    fn pages_there(buffer: &HostBuffer) -> usize {
+    fn pages_there(address: *const u8, len: usize) -> usize {
         use std::os::unix::fs::FileExt;
-        let first = buffer.address.as_ptr() as usize / PAGE;
-        let last = (buffer.address.as_ptr() as usize + buffer.layout.size() - 1) / PAGE;
+        let (first, last) = (address as usize / PAGE, (address as usize + len - 1) / PAGE);
         let mut pages = vec![0; (last - first + 1) * 8];
         std::fs::File::open("/proc/self/pagemap").unwrap().read_exact_at(&mut pages, first as u64 * 8).unwrap();
         pages.chunks(8).filter(|page| page[7] & 0x80 != 0).count()
@@ -91,23 +118,19 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn every_page_is_there_before_the_first_step() {
-        for bytes in [1, PAGE, 3 * PAGE + 1, 5 * TOUCH_ALONE + 12_345] {
+        for bytes in [1, PAGE, 3 * PAGE + 1, OWN_MAPPING, 5 * TOUCH_ALONE + 12_345] {
             let buffer = HostBuffer::zeroed("test", bytes).unwrap();
-            assert!(pages_there(&buffer) >= bytes.div_ceil(PAGE), "{bytes} bytes");
+            assert!(pages_there(buffer.address.as_ptr(), bytes) >= bytes.div_ceil(PAGE), "{bytes} bytes");
         }
     }
 
     #[test]
     #[cfg(target_os = "linux")]
     fn touching_brings_every_page() {
-        // At this alignment Rust asks for pages that read as zeros and are not there yet, as the binary's allocator does at any.
-        let layout = Layout::from_size_align(5 * TOUCH_ALONE + 12_345, 16).unwrap();
-        // SAFETY: the size is not zero.
-        let address = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap();
-        let mut buffer = HostBuffer { address, layout };
-        let before = pages_there(&buffer);
-        buffer.touch();
-        let all = layout.size().div_ceil(PAGE);
-        assert!(before < all && pages_there(&buffer) >= all, "{before} of {all} were there");
+        let mut mapping = MmapMut::map_anon(5 * TOUCH_ALONE + 12_345).unwrap();
+        let (address, len) = (mapping.as_ptr(), mapping.len());
+        assert_eq!(pages_there(address, len), 0);
+        touch(&mut mapping);
+        assert_eq!(pages_there(address, len), len.div_ceil(PAGE));
     }
 }
