@@ -226,7 +226,9 @@ fn same_bits(family: &Family) {
 
 #[test]
 fn quantized_experts_stay_near() {
-    for name in families::cases().iter().filter(|name| name.contains("moe") || *name == "mixtral") {
+    for name in
+        families::cases().iter().filter(|name| name.contains("moe") || name.contains("deepseek") || *name == "mixtral")
+    {
         let family = Family::read(name);
         let folder = family.checkpoint();
         let error = |quant: &str| {

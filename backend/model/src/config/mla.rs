@@ -87,3 +87,47 @@ impl MlaConfig {
         KvLayer::Latent { width: self.kv_lora_rank + self.qk_rope_head_dim }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use drafthorse_kernels::DType;
+
+    use crate::config::ModelConfig;
+
+    /// The keys that DeepSeek-V3 and R1 are published with, those that size a layer and its positions.
+    const PUBLISHED: &str = r#"{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu",
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn"},
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+            "weight_block_size": [128, 128]}}"#;
+
+    #[test]
+    fn a_token_of_deepseek_v3_takes_70_kb_and_scores_are_sharpened() {
+        let config = ModelConfig::parse(PUBLISHED, "config.json".into()).unwrap();
+        assert_eq!(config.kv_bytes_per_token(DType::BF16), 61 * 576 * 2);
+        let mla = config.mla.unwrap();
+        let mscale = 0.1 * 40f32.ln() + 1.0;
+        assert!((mla.scale - mscale * mscale / 192f32.sqrt()).abs() < 1e-7);
+        assert_eq!((config.rope.head_dim, config.rope.rotary_dim), (64, 64));
+    }
+
+    #[test]
+    fn sizes_without_kernels_are_refused_by_name() {
+        let refusal = |from: &str, to: &str| {
+            ModelConfig::parse(&PUBLISHED.replace(from, to), "config.json".into()).unwrap_err().to_string()
+        };
+        assert_eq!(
+            refusal(r#""qk_nope_head_dim": 128"#, r#""qk_nope_head_dim": 100"#),
+            "config.json: qk_nope_head_dim is 100, supported: multiples of 16"
+        );
+        assert_eq!(
+            refusal(r#""q_lora_rank": 1536"#, r#""q_lora_rank": 0"#),
+            "config.json: q_lora_rank is 0, supported: null, 1 and more"
+        );
+        assert_eq!(refusal(r#""v_head_dim": 128,"#, ""), "config.json has no v_head_dim");
+    }
+}

@@ -51,6 +51,9 @@ pub fn load_draft(dir: &Path, base: Base<'_>, options: &LoadOptions<'_>) -> Resu
     let mut checkpoint = Checkpoint::open(dir)?;
     let names = Names::of(&checkpoint, dir)?;
     names.turn(&mut checkpoint, config.hidden_size)?;
+    if let Some(module) = names.in_base() {
+        checkpoint.set_aside(|name| !name.starts_with(&module));
+    }
     let tokens = draft_tokens(&checkpoint, config.vocab_size)?;
     let ends = base.model.ends();
     let head = format!("{}.weight", names.head);

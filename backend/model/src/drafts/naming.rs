@@ -54,6 +54,11 @@ impl Names {
         })
     }
 
+    /// Where the module is among a base's layers, with a dot at its end; what is beside it may be the base's.
+    pub fn in_base(&self) -> Option<String> {
+        self.module.starts_with("model.layers.").then(|| format!("{}.", self.module))
+    }
+
     /// Turns linear layers that are stored `[in, out]` around. `hidden` is the width of hidden states.
     ///
     /// # Errors

@@ -115,7 +115,39 @@ fn set_aside_modules(loader: &Loader<'_>) -> Result<()> {
     let config = loader.config();
     let modules = config.keys.count("num_nextn_predict_layers")?.unwrap_or(0);
     for index in config.num_layers..config.num_layers + modules {
-        loader.context().checkpoint.set_aside(&format!("model.layers.{index}."));
+        let module = format!("model.layers.{index}.");
+        loader.context().checkpoint.set_aside(|name| name.starts_with(&module));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use drafthorse_kernels::DType;
+
+    use crate::LoadOptions;
+    use crate::testing::Rig;
+
+    const CONFIG: &str = r#"{"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 90, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "max_position_embeddings": 128, "q_lora_rank": 40, "kv_lora_rank": 48, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 24}"#;
+
+    #[test]
+    fn a_model_of_made_up_weights_runs_within_the_workspace_that_is_planned() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+        let tokens: Vec<i32> = (0..100).map(|i| i * 7 % 90).collect();
+        for dtype in [DType::F32, DType::BF16] {
+            let options = LoadOptions { dtype, random_weights: true, ..LoadOptions::default() };
+            // The rig's workspace is as large as planned: a step that needs more fails.
+            let mut rig = Rig::new(dir.path(), &options, tokens.len());
+            let whole = rig.step(&tokens, 0);
+            assert!(whole.iter().all(|logit| logit.is_finite()) && whole.iter().any(|&logit| logit != whole[0]));
+            assert_eq!(rig.chunked(&tokens, &[64, 1, 35]), whole);
+            let planned = rig.workspace.capacity_bytes();
+            assert!(rig.workspace.high_water_bytes() > planned / 2, "{planned} planned");
+        }
+    }
 }

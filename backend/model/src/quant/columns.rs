@@ -83,6 +83,8 @@ impl Columns {
                 return Err(ModelError::NotMultiple { name, what, size, of: WORD, why });
             }
         }
+        // GPTQ's: which group each input is of, known without `desc_act`.
+        at.take_note("g_idx");
         let groups = in_features / group;
         let of_groups = cols.start / group..cols.end.div_ceil(group);
         let words = rows.start / WORD..rows.end / WORD;

@@ -203,6 +203,11 @@ impl<'a> Loader<'a> {
         self.context.checkpoint.contains(self.at(tensor).path())
     }
 
+    /// Makes a tensor the model's, if it is here, though nothing in it is needed.
+    pub(crate) fn take_note(&self, tensor: &str) {
+        let _ = self.context.checkpoint.find(self.at(tensor).path());
+    }
+
     /// What a tensor is stored in; asking does not make it the model's.
     pub(crate) fn dtype_of(&self, tensor: &str) -> Option<StoredDtype> {
         self.context.checkpoint.dtype_of(self.at(tensor).path())

@@ -48,6 +48,8 @@ struct Shard {
 struct Seen {
     names: BTreeSet<String>,
     problems: Vec<TensorProblem>,
+    /// The problems as text, so that each is listed once.
+    noted: BTreeSet<String>,
 }
 
 #[derive(Deserialize)]
@@ -218,16 +220,15 @@ impl Checkpoint {
         found
     }
 
-    /// Remembers that tensors whose names begin so are someone else's.
-    pub(crate) fn set_aside(&self, prefix: &str) {
-        let names = self.tensors.range(prefix.to_owned()..).map(|(name, _)| name);
-        self.seen().names.extend(names.take_while(|name| name.starts_with(prefix)).cloned());
+    /// Remembers that tensors are someone else's: those whose names are `theirs`.
+    pub(crate) fn set_aside(&self, theirs: impl Fn(&str) -> bool) {
+        self.seen().names.extend(self.tensors.keys().filter(|name| theirs(name)).cloned());
     }
 
     /// Notes that a tensor is not as it should be.
     pub(super) fn note(&self, problem: TensorProblem) {
         let mut seen = self.seen();
-        if !seen.problems.contains(&problem) {
+        if seen.noted.insert(problem.to_string()) {
             seen.problems.push(problem);
         }
     }
