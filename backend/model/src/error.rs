@@ -120,9 +120,25 @@ pub enum ShardProblem {
 /// A tensor that is not as the model needs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TensorProblem {
-    Missing { name: String },
-    Shape { name: String, got: Vec<usize>, want: Vec<usize> },
-    Dtype { name: String, got: &'static str, want: &'static str },
+    Missing {
+        name: String,
+    },
+    Shape {
+        name: String,
+        got: Vec<usize>,
+        want: Vec<usize>,
+    },
+    Dtype {
+        name: String,
+        got: &'static str,
+        want: &'static str,
+    },
+    /// Tensors that are multiplied as one must be stored as one.
+    Mixed {
+        name: String,
+        got: &'static str,
+        others: &'static str,
+    },
 }
 
 impl fmt::Display for TensorProblem {
@@ -131,6 +147,9 @@ impl fmt::Display for TensorProblem {
             TensorProblem::Missing { name } => write!(f, "{name} is missing"),
             TensorProblem::Shape { name, got, want } => write!(f, "{name} has shape {got:?}, expected {want:?}"),
             TensorProblem::Dtype { name, got, want } => write!(f, "{name} has dtype {got}, expected {want}"),
+            TensorProblem::Mixed { name, got, others } => {
+                write!(f, "{name} has dtype {got}, those it is multiplied with as one have {others}")
+            }
         }
     }
 }

@@ -145,6 +145,23 @@ mod tests {
     }
 
     #[test]
+    fn what_is_multiplied_as_one_must_be_stored_as_one() {
+        let mut tiny = Tiny::new(Dtype::BF16, "{}");
+        let name = "model.layers.1.self_attn.k_proj.weight";
+        let wide = Stored::floats(Dtype::F32, &[32, 64], &tiny.values(name));
+        tiny.tensors.insert(name.into(), wide);
+        // Norms stand alone.
+        let norm = Stored::floats(Dtype::F32, &[64], &tiny.values("model.norm.weight"));
+        tiny.tensors.insert("model.norm.weight".into(), norm);
+        let dir = tiny.write();
+        for quant in ["none", "weight_only_int8", "weight_only_int4"] {
+            let refusal = outcome(&dir, &LoadOptions { quant: Some(quant.into()), ..LoadOptions::default() });
+            let want = format!("DIR: {name} has dtype F32, those it is multiplied with as one have BF16");
+            assert_eq!(refusal, want, "{quant}");
+        }
+    }
+
+    #[test]
     fn a_long_list_of_missing_tensors_is_cut() {
         let mut tiny = Tiny::new(Dtype::BF16, "{}");
         tiny.tensors.retain(|name, _| name.contains("norm"));

@@ -8,7 +8,7 @@ use drafthorse_kernels::ops::matmul_f32::F32Weight;
 use half::bf16;
 
 use super::scheme::{Part, QuantScheme, QuantWeight};
-use super::stream::{Piece, pieces};
+use super::stream::{Piece, floats, pieces};
 use crate::error::Result;
 use crate::weights::{Rows, Stored};
 
@@ -22,8 +22,7 @@ impl QuantScheme for Unquantized {
     fn load_merged(&self, parts: &[Part<'_>], in_features: usize) -> Result<Box<dyn QuantWeight>> {
         let at = &parts[0].at;
         let (pieces, [out, inputs]) = pieces(parts, in_features, 1)?;
-        let stored = |part: &Part<'_>| part.at.floats("weight", &[part.out_features, in_features]);
-        let formats: Vec<Option<Stored>> = parts.iter().map(stored).collect();
+        let formats = floats(parts, in_features);
         let is_bf16 = formats.iter().flatten().all(|&stored| stored == Stored::BF16);
 
         if is_bf16 || at.dtype() == DType::BF16 {

@@ -55,6 +55,20 @@ pub(super) fn load_mixed(
     Ok(Box::new(weight))
 }
 
+/// How the `weight` of each part is stored. One that is missing, misshapen or not stored as the others is noted.
+pub(super) fn floats(parts: &[Part<'_>], in_features: usize) -> Vec<Option<Stored>> {
+    let stored = |part: &Part<'_>| part.at.floats("weight", &[part.out_features, in_features]);
+    let formats: Vec<Option<Stored>> = parts.iter().map(stored).collect();
+    if let Some(&first) = formats.iter().flatten().next() {
+        for (part, stored) in parts.iter().zip(&formats) {
+            if let Some(stored) = stored.filter(|&stored| stored != first) {
+                part.at.note_mixed("weight", stored, first);
+            }
+        }
+    }
+    formats
+}
+
 /// Rows as codes, with a scale and an offset for each group.
 pub(super) struct Codes<Q> {
     pub(super) values: Vec<Q>,

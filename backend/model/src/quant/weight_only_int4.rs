@@ -9,7 +9,7 @@ use drafthorse_kernels::ops::matmul_int4::{Int4Weight, Offset};
 use super::GroupSize;
 use super::scheme::{Part, QuantScheme, QuantWeight};
 use super::search::{limit, round, sum, to_f16};
-use super::stream::{Codes, RowCodes, pieces};
+use super::stream::{Codes, RowCodes, floats, pieces};
 use crate::error::Result;
 
 /// Steps that a group's span is first cut into. 15 is the plain choice; more clips the outermost weights.
@@ -34,9 +34,8 @@ impl QuantScheme for WeightOnlyInt4 {
         let group = self.group.checked(at.path(), inputs)?;
         let mut weight = Int4Weight::new(at.device(), out, inputs, (group < inputs).then_some(group), Offset::Min)?;
         let mut codes = Codes::new();
-        for piece in pieces {
-            let at = &piece.part.at;
-            let Some(stored) = at.floats("weight", &[piece.part.out_features, in_features]) else { continue };
+        for (piece, stored) in pieces.into_iter().zip(floats(parts, in_features)) {
+            let (at, Some(stored)) = (&piece.part.at, stored) else { continue };
             at.stream("weight", in_features, stored.bytes(), &piece.slice, &mut |rows| {
                 codes.encode(&rows, stored, group, &|row, codes| encode(row, group, codes));
                 let first = piece.first_row + rows.first;

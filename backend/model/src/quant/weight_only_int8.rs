@@ -9,7 +9,7 @@ use drafthorse_kernels::ops::matmul_int8::Int8Weight;
 use super::GroupSize;
 use super::scheme::{Part, QuantScheme, QuantWeight};
 use super::search::{limit, round, sum, to_f16};
-use super::stream::{Codes, RowCodes, pieces};
+use super::stream::{Codes, RowCodes, floats, pieces};
 use crate::error::Result;
 
 pub(super) struct WeightOnlyInt8 {
@@ -31,9 +31,8 @@ impl QuantScheme for WeightOnlyInt8 {
         let group = self.group.checked(at.path(), inputs)?;
         let mut weight = Int8Weight::new(at.device(), out, inputs, (group < inputs).then_some(group))?;
         let mut codes = Codes::new();
-        for piece in pieces {
-            let at = &piece.part.at;
-            let Some(stored) = at.floats("weight", &[piece.part.out_features, in_features]) else { continue };
+        for (piece, stored) in pieces.into_iter().zip(floats(parts, in_features)) {
+            let (at, Some(stored)) = (&piece.part.at, stored) else { continue };
             at.stream("weight", in_features, stored.bytes(), &piece.slice, &mut |rows| {
                 codes.encode(&rows, stored, group, &|row, codes| encode(row, group, codes));
                 Ok(weight.write_rows(piece.first_row + rows.first, &codes.values, &codes.scales)?)

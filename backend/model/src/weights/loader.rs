@@ -239,6 +239,12 @@ impl<'a> Loader<'a> {
         }
     }
 
+    /// Notes that a tensor is stored as `got`, and those that it is multiplied with as one as `others`.
+    pub(crate) fn note_mixed(&self, tensor: &str, got: Stored, others: Stored) {
+        let problem = TensorProblem::Mixed { name: self.at(tensor).path, got: got.name(), others: others.name() };
+        self.context.checkpoint.note(problem);
+    }
+
     fn stored(&self, tensor: &str, shape: &[usize]) -> Option<StoredDtype> {
         let name = self.at(tensor).path;
         if self.context.checkpoint.is_random() {
@@ -343,6 +349,15 @@ fn read_parallel(checkpoint: &Checkpoint, name: &str, start: u64, piece: &mut [u
 }
 
 impl Stored {
+    /// As headers have it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Stored::F32 => StoredDtype::F32.name(),
+            Stored::F16 => StoredDtype::F16.name(),
+            Stored::BF16 => StoredDtype::BF16.name(),
+        }
+    }
+
     pub const fn bytes(self) -> usize {
         match self {
             Stored::F32 => 4,
