@@ -32,9 +32,23 @@ impl Tokenizer {
     /// Reads `tokenizer.json` of a model directory.
     ///
     /// # Errors
-    /// With the file's path, if it is missing, broken, or has a decoder that is not known here.
+    /// With the file's path, if it is missing, broken, or has a decoder that is not known here; with what to do, if the directory has a
+    /// tokenizer of another kind instead.
     pub fn from_dir(dir: &Path) -> Result<Self> {
-        Self::from_file(&dir.join("tokenizer.json"))
+        let path = dir.join("tokenizer.json");
+        match other_kind(dir) {
+            Some((file, kind)) if !path.exists() => {
+                let shown = dir.display();
+                Err(bad_file(
+                    &file,
+                    format!(
+                        "the tokenizer is {kind}, and there is no tokenizer.json beside it; convert it with Python's transformers: \
+                     AutoTokenizer.from_pretrained(\"{shown}\").save_pretrained(\"{shown}\")"
+                    ),
+                ))
+            }
+            _ => Self::from_file(&path),
+        }
     }
 
     /// As [`from_dir`](Self::from_dir), for a file of any name.
@@ -158,6 +172,32 @@ impl Tokenizer {
     }
 }
 
+/// A file that other programs read tokenizers from, and what it is.
+fn other_kind(dir: &Path) -> Option<(PathBuf, &'static str)> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(dir).ok()?.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    files.sort_unstable();
+    files.into_iter().find_map(|file| {
+        let kind = match file.file_name()?.to_str()? {
+            // Llama 3 has its ranks under the name that Llama 2 had its sentencepiece model under.
+            "tokenizer.model" if is_tiktoken(&file) => "a tiktoken file of ranks",
+            "tokenizer.model" | "spiece.model" | "sentencepiece.bpe.model" => "a sentencepiece model",
+            "tiktoken.model" => "a tiktoken file of ranks",
+            name if name.ends_with(".tiktoken") => "a tiktoken file of ranks",
+            _ => return None,
+        };
+        Some((file, kind))
+    })
+}
+
+/// Whether the first line is base64, a space and a number.
+fn is_tiktoken(path: &Path) -> bool {
+    let mut start = [0; 256];
+    let length = std::fs::File::open(path).and_then(|mut file| std::io::Read::read(&mut file, &mut start)).unwrap_or(0);
+    let text = String::from_utf8_lossy(&start[..length]);
+    let line = text.lines().next().and_then(|line| line.split_once(' '));
+    line.is_some_and(|(_, rank)| !rank.is_empty() && rank.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 fn bad_file(path: &Path, reason: String) -> ServerError {
     ServerError::BadFile { path: PathBuf::from(path), reason }
 }
@@ -261,6 +301,31 @@ pub(crate) mod tests {
         let ids = tokenizer.encode(Arc::clone(&text), true).await.unwrap();
         assert_eq!(ids, tokenizer.encode_now(&text, true).unwrap());
         assert!(tokenizer.fewest_tokens(text.len()) <= ids.len());
+    }
+
+    #[test]
+    fn a_tokenizer_of_another_kind_is_refused_with_what_to_do() {
+        let refusal = |file: &str, content: &[u8]| {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join(file), content).unwrap();
+            let error = Tokenizer::from_dir(dir.path()).unwrap_err().to_string();
+            error.replace(&dir.path().display().to_string(), "DIR")
+        };
+        let want = |file: &str, kind: &str| {
+            format!(
+                "DIR/{file}: the tokenizer is {kind}, and there is no tokenizer.json beside it; convert it with Python's \
+                 transformers: AutoTokenizer.from_pretrained(\"DIR\").save_pretrained(\"DIR\")"
+            )
+        };
+        let (pieces, ranks) = ("a sentencepiece model", "a tiktoken file of ranks");
+        assert_eq!(refusal("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\0\0"), want("tokenizer.model", pieces));
+        assert_eq!(refusal("tokenizer.model", b"IQ== 0\nIg== 1\n"), want("tokenizer.model", ranks));
+        assert_eq!(refusal("qwen.tiktoken", b"IQ== 0\n"), want("qwen.tiktoken", ranks));
+        // With a tokenizer.json beside it, it does no harm.
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.model"), "pieces").unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), "{").unwrap();
+        assert!(Tokenizer::from_dir(dir.path()).unwrap_err().to_string().contains("tokenizer.json: EOF"));
     }
 
     #[test]
