@@ -175,8 +175,22 @@ fn table() -> String {
         assert!(far > 100.0 * close::F32, "{} without {} is only {far:e} away", feature.family, feature.name);
         writeln!(text, "| {} | {} | {far:.2} |", feature.family, feature.name).unwrap();
     }
+    text.push_str(MISTRAL);
     text
 }
+
+/// What a family costs, of `git show --stat`.
+const MISTRAL: &str = "
+## What a family takes
+
+Mistral, as it was added: a file, its `mod` and its line in the table.
+
+    backend/model/src/models/mistral.rs        |  19 +++++++++++++++++++
+    backend/model/src/models/mod.rs            |   2 ++
+    tests/goldens/families.py                  |   1 +
+    tests/goldens/families/mistral.safetensors | Bin 0 -> 76000 bytes
+    tests/tests/families.rs                    |   1 +
+";
 
 #[test]
 fn every_family_has_the_logits_of_transformers_and_the_table_is_kept() {
