@@ -36,13 +36,16 @@ BASE = {
     "tie_word_embeddings": False,
 }
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+STRETCH = {"factor": 4.0, "original_max_position_embeddings": TRAINED}
+YARN = {"rope_type": "yarn", **STRETCH}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCH}
 
 
 def family(architecture: str, model_type: str, **changes) -> dict:
     return {"architectures": [architecture], "model_type": model_type, **BASE, **changes}
 
 
+LLAMA = family("LlamaForCausalLM", "llama")
 MIXTRAL = family("MixtralForCausalLM", "mixtral", num_local_experts=8, num_experts_per_tok=2, sliding_window=None, intermediate_size=48)
 
 # Heads of another width than hidden / heads.
@@ -128,6 +131,9 @@ CASES = {
         routed_scaling_factor=2.5,
         rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "llama3": {**LLAMA, "rope_scaling": LLAMA3},
+    "llama_bias": {**LLAMA, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen2": family("Qwen2ForCausalLM", "qwen2", use_sliding_window=False),
 }
 
 

@@ -12,6 +12,7 @@ use drafthorse_model::LoadOptions;
 use drafthorse_tests::close::{self, distance};
 use drafthorse_tests::families::{self, Family};
 use drafthorse_tests::runner::Runner;
+use drafthorse_tests::tiny::{self, Golden};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -100,6 +101,10 @@ const FEATURES: &[Feature] = &[
     ),
     key("qwen3_moe", "weights that sum to 1", r#"{"norm_topk_prob": false}"#),
     tensor("qwen3_moe", "the weights of norms of q and k", "_norm", 1.0),
+    key("llama3", "rope scaling", r#"{"rope_scaling": null}"#),
+    tensor("llama_bias", "biases on q, k, v and the output", ".bias", 0.0),
+    tensor("llama_bias", "the bias on the output", "o_proj.bias", 0.0),
+    tensor("qwen2", "biases on q, k and v", ".bias", 0.0),
 ];
 
 fn runner(folder: &TempDir, dtype: DType, family: &Family) -> Runner {
@@ -167,6 +172,14 @@ fn table() -> String {
         }
         same_bits(&family);
         writeln!(text, "| {name} | {prefill:.0e} | {decode:.0e} | {batch:.0e} | same bits |").unwrap();
+    }
+    for name in tiny::cases() {
+        let golden = Golden::read(&name);
+        let folder = golden.checkpoint(|_| ());
+        let mut runner = Runner::load(folder.path(), &LoadOptions::default(), golden.tokens.len()).unwrap();
+        let prefill = distance(&runner.run(&golden.tokens).unwrap(), &golden.logits).relative;
+        assert!(prefill <= close::F32, "{name}: {prefill:e}");
+        writeln!(text, "| tiny {name} | {prefill:.0e} | | | see parity.rs |").unwrap();
     }
     text.push_str("\nWith something left out, which each model must show at a hundred times the bound or more:\n\n");
     text.push_str("| model | without | difference |\n|---|---|---|\n");
