@@ -46,6 +46,16 @@ impl Linear {
         Ok(Linear { sums_over_ranks: false, ..row })
     }
 
+    #[cfg(test)]
+    pub(super) fn map_weight(self, map: &dyn Fn(Box<dyn QuantWeight>) -> Box<dyn QuantWeight>) -> Self {
+        Linear { weight: map(self.weight), ..self }
+    }
+
+    #[cfg(test)]
+    pub(super) fn size_bytes(&self) -> usize {
+        self.weight.size_bytes()
+    }
+
     /// `x` is `[tokens, this rank's inputs]`, `y` is `[tokens, this rank's outputs]`.
     pub(crate) fn forward(&self, x: &Tensor, y: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
         self.weight.matmul(&Activation::from(x), y, cx.workspace)?;

@@ -10,6 +10,8 @@ use super::norm::{RmsNorm, Spread};
 use crate::error::Result;
 use crate::forward::Forward;
 use crate::models::tensor_bytes;
+#[cfg(test)]
+use crate::quant::QuantWeight;
 use crate::quant::{Part, SpreadNorm};
 use crate::weights::{Loader, Shard};
 
@@ -54,6 +56,17 @@ impl GatedMlp {
         let part = |name| Part { at: at.at(name), out_features: intermediate, shard: Shard::Out };
         let gate_up = Linear::column(&[part("gate_proj"), part("up_proj")], hidden, has_bias)?;
         Ok(GatedMlp { gate_up, down, intermediate: intermediate / at.place().world })
+    }
+
+    /// The same with `map` over its weights.
+    #[cfg(test)]
+    pub(super) fn map_weights(self, map: &dyn Fn(Box<dyn QuantWeight>) -> Box<dyn QuantWeight>) -> Self {
+        GatedMlp { gate_up: self.gate_up.map_weight(map), down: self.down.map_weight(map), ..self }
+    }
+
+    #[cfg(test)]
+    pub(super) fn size_bytes(&self) -> usize {
+        self.gate_up.size_bytes() + self.down.size_bytes()
     }
 
     /// `y` becomes the MLP of `x`.

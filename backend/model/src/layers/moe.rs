@@ -176,3 +176,127 @@ impl FeedForward for SparseMlp {
         choices + logits.max(Groups::bytes(tokens, top_k, num_experts) + experts)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use drafthorse_kernels::ops::moe::Scoring;
+    use drafthorse_kernels::{Device, Solo, Workspace};
+
+    use super::*;
+    use crate::quant::{ActivationFormat, schemes};
+    use crate::weights::{Checkpoint, LoadContext};
+    use crate::{Batch, BatchLimits, KvCache, KvLayout, ModelConfig};
+
+    const HIDDEN: usize = 64;
+    const EXPERTS: usize = 16;
+    const TOP_K: usize = 3;
+
+    /// A weight that counts the bytes that products read of it; that no product reads more is a test of the kernels'.
+    struct Counted {
+        weight: Box<dyn QuantWeight>,
+        read: Arc<AtomicUsize>,
+    }
+
+    impl QuantWeight for Counted {
+        fn activation(&self) -> ActivationFormat {
+            self.weight.activation()
+        }
+
+        fn matmul(&self, x: &Activation<'_>, y: &mut Tensor, workspace: &Workspace) -> Result<()> {
+            self.read.fetch_add(self.size_bytes(), Ordering::Relaxed);
+            self.weight.matmul(x, y, workspace)
+        }
+
+        fn matmul_experts(
+            &self,
+            x: &Activation<'_>,
+            rows: Rows,
+            groups: &Groups,
+            y: &mut Tensor,
+            workspace: &Workspace,
+        ) -> Result<()> {
+            let offsets = groups.offsets.to_vec::<i32>()?;
+            let chosen = offsets.windows(2).filter(|ends| ends[0] < ends[1]).count();
+            self.read.fetch_add(self.size_bytes() / groups.num_experts() * chosen, Ordering::Relaxed);
+            self.weight.matmul_experts(x, rows, groups, y, workspace)
+        }
+
+        fn gather(&self, ids: &Tensor, y: &mut Tensor) -> Result<()> {
+            self.weight.gather(ids, y)
+        }
+
+        fn dequantize(&self) -> Result<Tensor> {
+            self.weight.dequantize()
+        }
+
+        fn dims(&self) -> [usize; 2] {
+            self.weight.dims()
+        }
+
+        fn size_bytes(&self) -> usize {
+            self.weight.size_bytes()
+        }
+
+        fn workspace_bytes(&self, tokens: usize) -> usize {
+            self.weight.workspace_bytes(tokens)
+        }
+
+        fn experts_workspace_bytes(&self, pairs: usize, num_experts: usize) -> usize {
+            self.weight.experts_workspace_bytes(pairs, num_experts)
+        }
+    }
+
+    /// Bytes of weights that a step of `tokens` reads, and those of the router, of one expert, of what is shared.
+    fn bytes(quant: &str, tokens: usize) -> (usize, [usize; 3]) {
+        let config = r#"{"architectures": ["X"], "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 4}"#;
+        let config = ModelConfig::parse(config, "config.json".into()).unwrap();
+        let (checkpoint, schemes) = (Checkpoint::random(), schemes(Some(&quant.into()), None).unwrap());
+        let context = LoadContext::new(&checkpoint, &config, &schemes, &Device::Cpu, DType::F32);
+        let (num_experts, top_k, scoring) = (EXPERTS, TOP_K, Scoring::Softmax);
+        let router = Router { num_experts, top_k, scoring, groups: None, normalize: true, scale: 1.0 };
+        let shared = SharedExpert { name: "shared", intermediate: 96, gate: Some("shared_gate") };
+        let (projections, has_correction_bias) = (Experts::PROJECTIONS, false);
+        let experts = Experts { router, has_correction_bias, intermediate: 32, projections, shared: Some(shared) };
+        let mut moe = SparseMlp::load(&context.root().at("mlp"), &experts).unwrap();
+
+        let read = Arc::new(AtomicUsize::new(0));
+        let counted =
+            |weight: Box<dyn QuantWeight>| -> Box<dyn QuantWeight> { Box::new(Counted { weight, read: read.clone() }) };
+        let SharedMlp { mlp, gate } = moe.shared.take().unwrap();
+        let shared_gate = counted(gate.unwrap());
+        let mlp = mlp.map_weights(&counted);
+        let whole_experts = (moe.gate_up.size_bytes() + moe.down.size_bytes()) / EXPERTS;
+        let sizes = [moe.gate.size_bytes(), whole_experts, mlp.size_bytes() + shared_gate.size_bytes()];
+        moe.shared = Some(SharedMlp { mlp, gate: Some(shared_gate) });
+        (moe.gate, moe.gate_up, moe.down) = (counted(moe.gate), counted(moe.gate_up), counted(moe.down));
+
+        let limits = BatchLimits { max_tokens: tokens, max_seqs: 1, max_blocks_per_seq: 1, max_logit_rows: 1 };
+        let layout = KvLayout { layers: Vec::new(), last_hidden: 0, block_size: 16, dtype: DType::F32 };
+        let cx = Forward {
+            batch: &Batch::new(&Device::Cpu, limits).unwrap(),
+            kv: &mut KvCache::new(&Device::Cpu, layout, 1).unwrap(),
+            workspace: &Workspace::new(&Device::Cpu, moe.workspace_bytes(tokens, 4)).unwrap(),
+            comm: &Solo::default(),
+            target_hidden: None,
+            taps: &mut [],
+        };
+        let x = crate::testing::random(tokens * HIDDEN, 5);
+        let mut x = Tensor::from_slice(&Device::Cpu, "x", &x, [tokens, HIDDEN]).unwrap();
+        moe.forward(&mut x, &cx).unwrap();
+        (read.load(Ordering::Relaxed), sizes)
+    }
+
+    #[test]
+    fn one_token_reads_its_experts_the_shared_one_and_the_router() {
+        for quant in ["none", "weight_only_int8", "weight_only_int4"] {
+            let (read, [router, expert, shared]) = bytes(quant, 1);
+            assert_eq!(read, router + TOP_K * expert + shared, "{quant}");
+            let (read, _) = bytes(quant, 64);
+            assert_eq!(read, router + EXPERTS * expert + shared, "{quant}: 64 tokens choose all");
+        }
+    }
+}
