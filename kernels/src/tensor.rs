@@ -80,10 +80,32 @@ impl Tensor {
     /// # Errors
     /// `OutOfMemory`, naming `what`.
     pub fn zeros(device: &Device, what: &'static str, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
-        let shape = shape.into();
+        Tensor::with(device, what, shape.into(), dtype, Device::alloc)
+    }
+
+    /// As [`zeros`](Self::zeros), on the CPU without memory before it is written to: a weight that is only looked at costs nothing.
+    ///
+    /// # Errors
+    /// As [`zeros`](Self::zeros).
+    pub(crate) fn lazy_zeros(
+        device: &Device,
+        what: &'static str,
+        shape: impl Into<Shape>,
+        dtype: DType,
+    ) -> Result<Self> {
+        Tensor::with(device, what, shape.into(), dtype, Device::alloc_lazy)
+    }
+
+    fn with(
+        device: &Device,
+        what: &'static str,
+        shape: Shape,
+        dtype: DType,
+        alloc: fn(&Device, &'static str, usize) -> Result<Buffer>,
+    ) -> Result<Self> {
         let wanted = shape.dims().iter().try_fold(dtype.bytes(), |bytes, &dim| bytes.checked_mul(dim));
         let wanted = wanted.ok_or(KernelError::OutOfMemory { what, wanted: usize::MAX, free: 0 })?;
-        let buffer = device.alloc(what, wanted)?;
+        let buffer = alloc(device, what, wanted)?;
         Ok(Tensor { address: buffer.address(), shape, dtype, device: device.clone(), _owner: Owner::Buffer(buffer) })
     }
 

@@ -42,10 +42,24 @@ unsafe impl Send for HostBuffer {}
 unsafe impl Sync for HostBuffer {}
 
 impl HostBuffer {
+    /// # Errors
+    /// `OutOfMemory`.
     pub(crate) fn zeroed(what: &'static str, bytes: usize) -> Result<Self> {
+        HostBuffer::new(what, bytes, true)
+    }
+
+    /// One whose pages come as they are written to, if it is large: for what is written before any step, or never, and then costs nothing.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(crate) fn lazy(what: &'static str, bytes: usize) -> Result<Self> {
+        HostBuffer::new(what, bytes, false)
+    }
+
+    fn new(what: &'static str, bytes: usize, is_there: bool) -> Result<Self> {
         let oom = || KernelError::OutOfMemory { what, wanted: bytes, free: 0 };
         if bytes >= OWN_MAPPING {
-            return Self::mapped(bytes).map_err(|_| oom());
+            return Self::mapped(bytes, is_there).map_err(|_| oom());
         }
         let layout = Layout::from_size_align(bytes.max(1), ALIGN).map_err(|_| oom())?;
         // SAFETY: the layout's size is at least one byte.
@@ -55,12 +69,14 @@ impl HostBuffer {
         Ok(HostBuffer { address, memory: Memory::Heap(layout) })
     }
 
-    fn mapped(bytes: usize) -> std::io::Result<Self> {
+    fn mapped(bytes: usize, is_there: bool) -> std::io::Result<Self> {
         let mut mapping = MmapMut::map_anon(bytes)?;
         // A kernel without huge pages does without.
         #[cfg(target_os = "linux")]
         let _ = mapping.advise(Advice::HugePage);
-        touch(&mut mapping);
+        if is_there {
+            touch(&mut mapping);
+        }
         let address = NonNull::new(mapping.as_mut_ptr()).ok_or(std::io::ErrorKind::OutOfMemory)?;
         Ok(HostBuffer { address, memory: Memory::Mapped(mapping) })
     }
@@ -122,6 +138,17 @@ mod tests {
             let buffer = HostBuffer::zeroed("test", bytes).unwrap();
             assert!(pages_there(buffer.address.as_ptr(), bytes) >= bytes.div_ceil(PAGE), "{bytes} bytes");
         }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn what_is_lazy_costs_nothing_before_it_is_written() {
+        let bytes = 5 * OWN_MAPPING;
+        let mut buffer = HostBuffer::lazy("test", bytes).unwrap();
+        assert_eq!(pages_there(buffer.address.as_ptr(), bytes), 0);
+        // SAFETY: the first byte of what is ours alone.
+        unsafe { *buffer.address.as_mut() = 1 };
+        assert!(pages_there(buffer.address.as_ptr(), bytes) > 0);
     }
 
     #[test]

@@ -65,6 +65,14 @@ impl Device {
         }
     }
 
+    /// As [`alloc`](Self::alloc), on the CPU without memory before it is written to.
+    pub(crate) fn alloc_lazy(&self, what: &'static str, bytes: usize) -> Result<Buffer> {
+        match self {
+            Device::Cpu => HostBuffer::lazy(what, bytes).map(Buffer::Host),
+            Device::Cuda(_) => self.alloc(what, bytes),
+        }
+    }
+
     /// Bytes of its memory, free now and in all; `None` for the CPU, whose memory is not ours to share out.
     ///
     /// # Errors

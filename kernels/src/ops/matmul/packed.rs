@@ -35,7 +35,8 @@ impl<F: Format> Packed<F> {
             return Err(KernelError::NotOnDevice { op: F::OP, device: "a GPU" });
         }
         let num_lines = inputs.next_multiple_of(PAD) / F::LINE;
-        let lines = Tensor::zeros(device, "weight", [outputs.div_ceil(LANES), num_lines, F::LINE_BYTES], DType::U8)?;
+        let lines =
+            Tensor::lazy_zeros(device, "weight", [outputs.div_ceil(LANES), num_lines, F::LINE_BYTES], DType::U8)?;
         Ok(Packed {
             outputs,
             inputs,

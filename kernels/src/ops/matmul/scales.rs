@@ -148,7 +148,7 @@ impl Scales {
     }
 
     fn records(device: &Device, outputs: usize, num_groups: usize, layout: Layout) -> Result<Tensor> {
-        Tensor::zeros(device, "scales", [outputs.div_ceil(LANES), num_groups, layout.bytes()], DType::U8)
+        Tensor::lazy_zeros(device, "scales", [outputs.div_ceil(LANES), num_groups, layout.bytes()], DType::U8)
     }
 
     /// Overwrites rows from `first` on; `offsets` is empty if they are not stored.
