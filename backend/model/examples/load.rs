@@ -7,6 +7,8 @@
 //!
 //! The peak is the process's own memory (`VmHWM` of Linux); the system's cache of files is not in it.
 
+#![allow(clippy::print_stdout, reason = "a program says what it found")]
+
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fs::File;

@@ -3,13 +3,13 @@
 //! Source: Jiang et al. 2024, arXiv:2401.04088 (Mixtral); Dai et al. 2024, arXiv:2401.06066 (shared experts). The steps are those of
 //! [`drafthorse_kernels::ops::moe`]. Ranks have an equal part of every expert's width, and sum once at the end.
 
-use drafthorse_kernels::ops::moe::{Groups, Router, Rows, Shared, combine, permute, route};
+use drafthorse_kernels::ops::moe::{Groups, MAX_EXPERTS, Router, Rows, Shared, TopGroups, combine, permute, route};
 use drafthorse_kernels::ops::silu_mul::silu_mul;
-use drafthorse_kernels::{DType, Tensor};
+use drafthorse_kernels::{DType, Device, KernelError, Tensor};
 
 use super::linear::load_weight;
 use super::mlp::{FeedForward, GatedMlp};
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use crate::forward::Forward;
 use crate::models::tensor_bytes;
 use crate::quant::{Activation, Part, QuantWeight};
@@ -31,6 +31,41 @@ pub(crate) struct Experts {
 impl Experts {
     /// The names of all families but Mixtral.
     pub(crate) const PROJECTIONS: [&'static str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+    /// # Errors
+    /// `Unsupported`, naming the key, if the router's numbers do not go together; `NotOnDevice` on a GPU.
+    fn check(&self, device: &Device) -> Result<()> {
+        let refuse = |key: &str, value: usize, supported: String| {
+            Err(ModelError::Unsupported { key: key.to_owned(), value: value.to_string(), supported })
+        };
+        let Router { num_experts, top_k, groups, .. } = self.router;
+        let mut choice = num_experts;
+        if let Some(TopGroups { num_groups, top_k, .. }) = groups {
+            if !num_experts.is_multiple_of(num_groups) {
+                return refuse(
+                    "n_group",
+                    num_groups,
+                    format!("a divisor of the number of experts, which is {num_experts}"),
+                );
+            }
+            if top_k > num_groups {
+                return refuse("topk_group", top_k, format!("1 up to n_group, which is {num_groups}"));
+            }
+            choice = num_experts / num_groups * top_k;
+        }
+        if top_k > choice {
+            let supported = format!("1 up to the experts that can be chosen, which are {choice}");
+            return refuse("num_experts_per_tok", top_k, supported);
+        }
+        if num_experts > MAX_EXPERTS {
+            return refuse("the number of experts", num_experts, format!("1 up to {MAX_EXPERTS}"));
+        }
+        self.router.check()?;
+        match device {
+            Device::Cpu => Ok(()),
+            Device::Cuda(_) => Err(KernelError::NotOnDevice { op: "a mixture of experts", device: "a GPU" }.into()),
+        }
+    }
 }
 
 /// An MLP that all tokens go through.
@@ -71,7 +106,7 @@ impl SparseMlp {
     /// Loads this rank's shard of the experts at `at`.
     pub(crate) fn load(at: &Loader<'_>, experts: &Experts) -> Result<Self> {
         let Experts { router, intermediate, projections: [gate, up, down], .. } = *experts;
-        router.check()?;
+        experts.check(at.context().device)?;
         let (hidden, world) = (at.config().hidden_size, at.place().world);
         let schemes = at.context().schemes;
         let of_experts = |projections: &[&str], out_features, shard| -> Vec<Part<'_>> {
@@ -182,8 +217,8 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use drafthorse_kernels::ops::moe::Scoring;
-    use drafthorse_kernels::{Device, Solo, Workspace};
+    use drafthorse_kernels::ops::moe::{GroupScore, Scoring};
+    use drafthorse_kernels::{Solo, Workspace};
 
     use super::*;
     use crate::quant::{ActivationFormat, schemes};
@@ -288,6 +323,30 @@ mod tests {
         let mut x = Tensor::from_slice(&Device::Cpu, "x", &x, [tokens, HIDDEN]).unwrap();
         moe.forward(&mut x, &cx).unwrap();
         (read.load(Ordering::Relaxed), sizes)
+    }
+
+    #[test]
+    fn numbers_that_do_not_go_together_are_named_by_their_keys() {
+        let refusal = |num_experts, top_k, groups: Option<(usize, usize)>| {
+            let groups = groups.map(|(num_groups, top_k)| TopGroups { num_groups, top_k, score: GroupScore::Max });
+            let router = Router { num_experts, top_k, scoring: Scoring::Softmax, groups, normalize: true, scale: 1.0 };
+            let (projections, has_correction_bias) = (Experts::PROJECTIONS, false);
+            let experts = Experts { router, has_correction_bias, intermediate: 32, projections, shared: None };
+            experts.check(&Device::Cpu).unwrap_err().to_string()
+        };
+        let chosen = |top_k, choice| {
+            format!(
+                "config.json: num_experts_per_tok is {top_k}, supported: 1 up to the experts that can be chosen, which are {choice}"
+            )
+        };
+        assert_eq!(refusal(8, 9, None), chosen(9, 8));
+        assert_eq!(refusal(8, 5, Some((4, 2))), chosen(5, 4));
+        assert_eq!(
+            refusal(8, 2, Some((3, 1))),
+            "config.json: n_group is 3, supported: a divisor of the number of experts, which is 8"
+        );
+        assert_eq!(refusal(8, 2, Some((4, 5))), "config.json: topk_group is 5, supported: 1 up to n_group, which is 4");
+        assert_eq!(refusal(2048, 2, None), "config.json: the number of experts is 2048, supported: 1 up to 1024");
     }
 
     #[test]
