@@ -14,12 +14,23 @@ use crate::error::Result;
 /// to a half of that in time; each recording takes a few megabytes.
 pub(crate) const SIZES: [usize; 19] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512];
 
+/// What of a step is recorded as one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Part {
+    Whole,
+    /// Up to the logits, so that masks may come while it runs.
+    Forward,
+    /// What then picks tokens, by masks. After each `Forward` of its size, so that both are recorded in the same step, and the logits
+    /// that one leaves are those that the other reads.
+    Pick,
+}
+
 /// What has been recorded, by size.
 pub(crate) struct Graphs {
     device: Device,
     eager: bool,
     /// `None`: came once.
-    recordings: BTreeMap<usize, Option<Recording>>,
+    recordings: BTreeMap<(usize, Part), Option<Recording>>,
 }
 
 impl Graphs {
@@ -34,18 +45,18 @@ impl Graphs {
         SIZES.into_iter().find(|&size| num_rows > 0 && size >= num_rows).filter(|&size| on_gpu && size <= max_rows)
     }
 
-    /// Runs the ops of a step padded to `size`.
+    /// Runs the ops of a part of a step padded to `size`. Once they are recorded `work` is not called.
     ///
     /// # Errors
     /// `work`'s own, or `Kernel` if the device fails.
-    pub fn run(&mut self, size: usize, mut work: impl FnMut() -> Result<()>) -> Result<()> {
+    pub fn run(&mut self, size: usize, part: Part, mut work: impl FnMut() -> Result<()>) -> Result<()> {
         if self.eager {
             return work();
         }
-        match self.recordings.get_mut(&size) {
+        match self.recordings.get_mut(&(size, part)) {
             None => {
                 work()?;
-                self.recordings.insert(size, None);
+                self.recordings.insert((size, part), None);
             }
             Some(Some(recording)) => recording.replay()?,
             Some(none) => {

@@ -63,8 +63,10 @@ pub(crate) enum LogitsOf {
 pub(crate) struct Inputs {
     pub rows: Vec<PlannedRow>,
     pub logits: Vec<LogitRow>,
-    /// Each of `logits` gives a token as it is, with no draft before it and nothing told of it.
+    /// Each of `logits` gives a token as it is or by a mask, with no draft before it and nothing told of it.
     pub is_plain: bool,
+    /// Some of them may be by a mask.
+    pub is_masked: bool,
     /// The rows that the batch was padded to, if the step can be replayed from a recording.
     pub replay: Option<usize>,
     token_ids: Vec<i32>,
@@ -81,6 +83,7 @@ impl Inputs {
             rows: Vec::with_capacity(max_seqs),
             logits: Vec::with_capacity(max_tokens),
             is_plain: false,
+            is_masked: false,
             replay: None,
             token_ids: Vec::with_capacity(max_tokens),
             positions: Vec::with_capacity(max_tokens),
@@ -115,6 +118,7 @@ impl Inputs {
         let limits = batch.limits();
         let max_rows = limits.max_seqs.min(limits.max_tokens).min(limits.max_logit_rows);
         self.is_plain = self.logits.iter().all(|row| is_plain(row, slots));
+        self.is_masked = self.logits.iter().any(|row| slots.state(row.slot).is_masked());
         let decodes = self.is_plain && self.logits.len() == self.token_ids.len();
         self.replay = graphs.size(self.logits.len(), max_rows).filter(|_| decodes);
         match self.replay {

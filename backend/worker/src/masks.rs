@@ -1,32 +1,35 @@
-//! Which tokens may be picked at each row of a step, as bits: what grammars and lists of allowed tokens leave.
+//! Which tokens may be picked at each row of a step, as bits: what grammars, lists of allowed tokens, bad words and `min_tokens` leave.
 //!
 //! Filled on the host while a device runs the forward pass. A row after drafts has the mask of the place that they lead to, so
-//! that what is verified is what would have been picked without them.
+//! that what is verified is what would have been picked without them. On the device masks have one place, which a recorded step reads.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use drafthorse_control::{RowError, Slot};
+use drafthorse_kernels::device::{Staged, Staging};
 use drafthorse_kernels::ops::mask;
-use drafthorse_kernels::{Tensor, Workspace, pool};
+use drafthorse_kernels::{DType, Device, Tensor, pool};
 
 use crate::error::Result;
 use crate::grammar::Matcher;
-use crate::inputs::Inputs;
+use crate::inputs::{LogitRow, PlannedRow};
 use crate::slots::{SlotState, Slots};
 
 /// The masks of a step.
-#[derive(Debug, Default)]
 pub(crate) struct Masks {
     /// Rows of the step that have one, in ascending order.
-    rows: Vec<i32>,
+    rows: Vec<usize>,
     /// `[rows, words]`.
     bits: Vec<u32>,
     words: usize,
     /// Rows at which nothing can be picked, in ascending order, and why.
     errors: Vec<(usize, RowError)>,
-    /// Rows of a chunk, counted from its first.
-    in_chunk: Vec<i32>,
+    staging: Staging,
+    /// `[chunk rows]`: each row's mask, -1 for none.
+    of_row: Staged,
+    /// `[chunk rows, words]`.
+    staged_bits: Staged,
 }
 
 /// One sequence's share.
@@ -47,6 +50,22 @@ enum Trouble {
 }
 
 impl Masks {
+    /// For chunks of `chunk_rows` rows.
+    pub fn new(device: &Device, chunk_rows: usize, vocab_size: usize) -> Result<Self> {
+        let words = mask::num_words(vocab_size);
+        let bytes = |elements: usize| (elements * DType::I32.bytes()).next_multiple_of(64);
+        let staging = Staging::new(device, bytes(chunk_rows) + bytes(chunk_rows * words))?;
+        Ok(Masks {
+            rows: Vec::new(),
+            bits: Vec::new(),
+            words,
+            errors: Vec::new(),
+            of_row: staging.tensor([chunk_rows], DType::I32)?,
+            staged_bits: staging.tensor([chunk_rows, words], DType::I32)?,
+            staging,
+        })
+    }
+
     pub fn clear(&mut self) {
         self.rows.clear();
         self.bits.clear();
@@ -59,15 +78,15 @@ impl Masks {
         Some(&self.errors[at].1)
     }
 
-    /// Fills the masks of a step's rows, of `vocab_size` tokens.
-    pub fn fill(&mut self, inputs: &Inputs, vocab_size: usize, slots: &mut Slots) {
+    /// Fills the masks of a step's rows. What each sequence has of tokens is known; those that have ended want none.
+    pub fn fill(&mut self, planned: &[PlannedRow], logits: &[LogitRow], slots: &mut Slots) {
         self.clear();
-        self.words = mask::num_words(vocab_size);
         let mut shares: Vec<(Slot, Range<usize>)> = Vec::new();
-        for row in inputs.rows.iter().filter(|row| row.wants_token) {
-            if slots.state(row.slot).is_masked() {
+        for row in planned.iter().filter(|row| row.wants_token) {
+            let state = slots.state(row.slot);
+            if state.is_masked() && !state.ended {
                 let rows = row.logits.end - 1 - row.num_drafts..row.logits.end;
-                self.rows.extend(rows.clone().map(|row| row as i32));
+                self.rows.extend(rows.clone());
                 shares.push((row.slot, rows));
             }
         }
@@ -96,7 +115,7 @@ impl Masks {
             used.push((task.slot, task.matcher));
             for (after, trouble) in task.errors {
                 let row = task.first + after;
-                let position = inputs.logits[row].position as u32;
+                let position = logits[row].position as u32;
                 let error = match trouble {
                     Trouble::DeadEnd => RowError::GrammarDeadEnd { position },
                     Trouble::Failed(reason) => RowError::Grammar { position, reason },
@@ -109,21 +128,43 @@ impl Masks {
         }
     }
 
-    /// Masks the rows of a chunk, `logits` `[chunk, vocab]`, whose first is row `first` of the step.
+    /// Whether any of the rows has one.
+    pub fn any(&self, rows: Range<usize>) -> bool {
+        !self.within(rows).is_empty()
+    }
+
+    /// Of `self.rows`, those in a range of the step's rows.
+    fn within(&self, rows: Range<usize>) -> Range<usize> {
+        let at = |row: usize| self.rows.partition_point(|&masked| masked < row);
+        at(rows.start)..at(rows.end)
+    }
+
+    /// Sends the masks of a chunk's rows, and none for as many more as it is padded with.
     ///
     /// # Errors
-    /// `Kernel` if the memory plan was too small.
-    pub fn apply(&mut self, first: usize, logits: &mut Tensor, workspace: &Workspace) -> Result<()> {
-        let (num_rows, _) = logits.rows_cols();
-        let at = |row: usize| self.rows.partition_point(|&masked| (masked as usize) < row);
-        let masked = at(first)..at(first + num_rows);
-        if masked.is_empty() {
-            return Ok(());
+    /// `Kernel` if the device fails.
+    pub fn send(&mut self, rows: Range<usize>, num_padded: usize) -> Result<()> {
+        let masked = self.within(rows.clone());
+        let of_row = self.staging.elements::<i32>(&mut self.of_row, 0..num_padded)?;
+        of_row.fill(-1);
+        for (number, &row) in (0..).zip(&self.rows[masked.clone()]) {
+            of_row[row - rows.start] = number;
         }
-        self.in_chunk.clear();
-        self.in_chunk.extend(self.rows[masked.clone()].iter().map(|&row| row - first as i32));
         let bits = &self.bits[masked.start * self.words..masked.end * self.words];
-        Ok(mask::mask(logits, &self.in_chunk, bits, workspace)?)
+        let staged = self.staging.elements::<i32>(&mut self.staged_bits, 0..bits.len())?;
+        for (staged, &word) in staged.iter_mut().zip(bits) {
+            *staged = word as i32;
+        }
+        Ok(self.staging.send()?)
+    }
+
+    /// Masks `logits`, `[rows, vocab]`, with what was sent last for as many rows.
+    ///
+    /// # Errors
+    /// `Kernel` if the device fails.
+    pub fn apply(&self, logits: &mut Tensor) -> Result<()> {
+        let (num_rows, _) = logits.rows_cols();
+        Ok(mask::mask(logits, &self.of_row.rows(0..num_rows), &self.staged_bits)?)
     }
 }
 

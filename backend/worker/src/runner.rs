@@ -1,8 +1,9 @@
 //! One step on one rank: release, copies, admit, forward, sample, verify, propose, in that order.
 //!
-//! A plain step, one whose tokens are picked from the logits as they are, is *launched*, that is given to the device, and *finished*
-//! when its tokens are wanted. The next plain step may be launched in between: it takes the tokens that it does not know from the
-//! device, so a GPU is never idle while the host thinks. Every other step is run to its end when it is launched.
+//! A plain step, one whose tokens are picked from the logits as they are or by masks, is *launched*, that is given to the device, and
+//! *finished* when its tokens are wanted. The next plain step may be launched in between: it takes the tokens that it does not know from
+//! the device, so a GPU is never idle while the host thinks. If it has masks, which depend on those tokens, it is given the device up to
+//! its logits, and the rest when they are known. Every other step is run to its end when it is launched.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use drafthorse_model::{Batch, Forward, KvCache, Model};
 
 use crate::checksum::Checksum;
 use crate::error::{Result, WorkerError};
-use crate::graphs::Graphs;
+use crate::graphs::{Graphs, Part};
 use crate::inputs::{Inputs, LogitRow, LogitsOf, PlannedRow};
 use crate::sampler::Sampler;
 use crate::slots::{SlotState, Slots, changes_logits};
@@ -47,7 +48,6 @@ pub(crate) struct Runner {
     pub kept_rows: Vec<(u32, u32)>,
     pub graphs: Graphs,
     pub max_model_len: usize,
-    pub vocab_size: usize,
     /// The step launched last; 0 before the first.
     pub last_step: u64,
     pub in_flight: VecDeque<InFlight>,
@@ -69,6 +69,13 @@ pub(crate) struct InFlight {
 enum Work {
     /// The device has it, or it had none.
     Plain,
+    /// The device has it up to its logits: not the oldest step in flight, whose tokens decide what may come next.
+    Unpicked {
+        /// The rows that it is padded to, if it is replayed.
+        replay: Option<usize>,
+        /// None if the recorded rest knows where they are.
+        logits: Option<Tensor>,
+    },
     /// Done.
     Done(Vec<RowResult>, Timing),
 }
@@ -96,22 +103,20 @@ impl Runner {
             && self.inputs.is_plain
             && self.inputs.logits.len() <= self.sampler.chunk_rows()
             && self.inputs.rows.iter().all(|row| row.num_drafts == 0);
-        let work = if is_plain {
-            if self.batch.num_tokens() > 0 {
-                self.enqueue(place)?;
-            } else {
+        let work = match is_plain {
+            true if self.batch.num_tokens() > 0 => self.enqueue(place)?,
+            true => {
                 self.sampler.ask(place, 0)?;
+                Work::Plain
             }
-            Work::Plain
-        } else {
-            self.run_to_its_end(step)?
+            false => self.run_to_its_end(step)?,
         };
-        if let Some(stopwatches) = &self.stopwatches {
+        if let (Some(stopwatches), Work::Plain | Work::Done(..)) = (&self.stopwatches, &work) {
             stopwatches[place].end()?;
         }
         let (rows, logits) = (std::mem::take(&mut self.inputs.rows), std::mem::take(&mut self.inputs.logits));
         self.in_flight.push_back(InFlight { step: step.id, launched, rows, logits, work });
-        Ok(())
+        if self.in_flight.len() == 1 { self.pick_by_masks() } else { Ok(()) }
     }
 
     /// Whether `step` can be launched now. One of which something must be known that a step in flight will tell cannot.
@@ -120,10 +125,7 @@ impl Runner {
         let is_plain = |row: &Row| {
             let admitted = step.admit.iter().find(|admit| admit.slot == row.slot);
             let changed = match admitted {
-                Some(admit) => {
-                    admit.grammar.is_some()
-                        || changes_logits(&admit.sampling, admit.tokens.len().saturating_sub(admit.num_prompt as usize))
-                }
+                Some(admit) => changes_logits(&admit.sampling),
                 None => self.slots.try_state(row.slot).is_none_or(SlotState::changes_logits),
             };
             let tells = row.wants.logprobs != Logprobs::None || row.wants.prompt_logprobs != Logprobs::None;
@@ -167,6 +169,7 @@ impl Runner {
         let place = oldest.place();
         let (rows, mut timing) = match oldest.work {
             Work::Done(rows, timing) => (rows, timing),
+            Work::Unpicked { .. } => unreachable!("the oldest step is picked when it becomes that"),
             Work::Plain => {
                 let mut results = vec![RowResult::default(); self.inputs.rows.len()];
                 self.sampler.begin();
@@ -188,7 +191,34 @@ impl Runner {
             // Drafts of a step to come are not this step's; with a proposer there is none.
             checksum.add_drafts(self.slots.drafts(row.slot));
         }
+        self.pick_by_masks()?;
         Ok(StepResult { id: oldest.step, rows, checksum: checksum.value(), timing })
+    }
+
+    /// Gives the device the rest of the oldest step in flight, if it waits for its masks: the tokens they depend on are known.
+    fn pick_by_masks(&mut self) -> Result<()> {
+        let Runner { in_flight, sampler, slots, workspace, graphs, stopwatches, .. } = self;
+        sampler.clear_masks();
+        let Some(oldest) = in_flight.front_mut() else { return Ok(()) };
+        let place = oldest.place();
+        let Work::Unpicked { replay, logits } = &mut oldest.work else { return Ok(()) };
+        let num_rows = oldest.logits.len();
+        sampler.fill_masks(&oldest.rows, &oldest.logits, slots);
+        sampler.send_masks(num_rows, replay.unwrap_or(num_rows))?;
+        let mut pick = || {
+            let logits = logits.as_mut().expect("until the pick is recorded, the forward pass is not replayed");
+            sampler.pick_masked(logits, workspace)
+        };
+        match replay {
+            Some(size) => graphs.run(*size, Part::Pick, pick)?,
+            None => pick()?,
+        }
+        sampler.ask(place, num_rows)?;
+        if let Some(stopwatches) = stopwatches {
+            stopwatches[place].end()?;
+        }
+        oldest.work = Work::Plain;
+        Ok(())
     }
 
     /// Runs a short prompt and a token after it, as step 1 to 3, and forgets them: kernels and libraries are loaded, and plans made,
@@ -248,20 +278,26 @@ impl Runner {
     }
 
     /// Gives a plain step to the device, decodes from a recording once there is one, and moves its sequences on as if it had run.
-    fn enqueue(&mut self, place: usize) -> Result<()> {
+    fn enqueue(&mut self, place: usize) -> Result<Work> {
         let num_rows = self.inputs.logits.len();
         self.kept_rows.clear();
         for row in self.inputs.rows.iter().filter(|row| !row.is_inert()) {
             self.kept_rows.push((row.tokens.end as u32 - 1, row.slot.0));
         }
         let Runner { model, kv, workspace, comm, batch, inputs, slots, sampler, graphs, .. } = self;
-        if let Some(size) = inputs.replay {
+        let (replay, is_masked) = (inputs.replay, inputs.is_masked);
+        let mut unpicked = None;
+        if let Some(size) = replay {
             sampler.prepare(&inputs.logits, size, slots)?;
-            graphs.run(size, || {
+            graphs.run(size, if is_masked { Part::Forward } else { Part::Whole }, || {
                 batch.feed_tokens(sampler.picked())?;
                 let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
                 let hidden = model.forward(&mut cx)?;
                 let logits = model.logits(&hidden, &mut cx)?;
+                if is_masked {
+                    unpicked = Some(logits);
+                    return Ok(());
+                }
                 sampler.pick(&logits, workspace)
             })?;
         } else {
@@ -275,11 +311,16 @@ impl Runner {
                 gather_rows(&hidden, &batch.logit_rows(), &mut wanted)?;
                 let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
                 let logits = model.logits(&wanted, &mut cx)?;
-                sampler.pick(&logits, workspace)?;
+                match is_masked {
+                    true => unpicked = Some(logits),
+                    false => sampler.pick(&logits, workspace)?,
+                }
             }
             slots.keep_hidden(&hidden, &self.kept_rows)?;
         }
-        sampler.ask(place, num_rows)?;
+        if !is_masked {
+            sampler.ask(place, num_rows)?;
+        }
         for row in inputs.rows.iter().filter(|row| !row.is_inert()) {
             let state = slots.state_mut(row.slot);
             state.num_computed += row.num_known();
@@ -287,7 +328,7 @@ impl Runner {
                 (state.num_sampling, state.sampled_by) = (state.num_sampling + 1, row.logits.start);
             }
         }
-        Ok(())
+        Ok(if is_masked { Work::Unpicked { replay, logits: unpicked } } else { Work::Plain })
     }
 
     /// Any other step, to its results.
@@ -325,7 +366,7 @@ impl Runner {
     fn sample(&mut self, hidden: &Tensor) -> Result<()> {
         let rows = &self.inputs.logits;
         self.sampler.begin();
-        self.sampler.fill_masks(&self.inputs, self.vocab_size, &mut self.slots);
+        self.sampler.fill_masks(&self.inputs.rows, &self.inputs.logits, &mut self.slots);
         let (_, width) = hidden.rows_cols();
         let mut next = 0;
         while next < rows.len() {

@@ -7,14 +7,13 @@ use drafthorse_control::{RankedToken, RowError, SamplingParams, TokenId, TokenLo
 use drafthorse_kernels::device::Readback;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
 use drafthorse_kernels::ops::logprobs::{self, LogprobsOut};
-use drafthorse_kernels::ops::mask;
 use drafthorse_kernels::ops::penalty::{Penalties, TokenCount, penalize};
 use drafthorse_kernels::ops::sample;
 use drafthorse_kernels::ops::typical::{TypicalRow, typical};
 use drafthorse_kernels::{DType, Device, Tensor, Workspace};
 
 use crate::error::Result;
-use crate::inputs::{Inputs, LogitRow, LogitsOf};
+use crate::inputs::{LogitRow, LogitsOf, PlannedRow};
 use crate::masks::Masks;
 use crate::row_params::RowParams;
 use crate::slots::{SlotState, Slots, count};
@@ -39,24 +38,22 @@ pub(crate) struct Sampler {
     logprobs: Vec<Option<TokenLogprobs>>,
     masks: Masks,
     typical: Vec<TypicalRow>,
-    /// A row's tokens with its drafts, and its biases with its masks; kept for their memory.
+    /// A row's tokens with its drafts; kept for its memory.
     seen: Vec<TokenCount>,
-    bias: Vec<(TokenId, f32)>,
 }
 
 impl Sampler {
     /// For chunks of `chunk_rows` rows, and steps of `max_rows`.
-    pub fn new(device: &Device, chunk_rows: usize, max_rows: usize) -> Result<Self> {
+    pub fn new(device: &Device, chunk_rows: usize, max_rows: usize, vocab_size: usize) -> Result<Self> {
         Ok(Sampler {
             params: RowParams::new(device, chunk_rows)?,
             ids: Tensor::zeros(device, "sampled tokens", [chunk_rows], DType::I32)?,
             ids_on_host: [Readback::new(device, chunk_rows)?, Readback::new(device, chunk_rows)?],
             tokens: Vec::with_capacity(max_rows),
             logprobs: Vec::with_capacity(max_rows),
-            masks: Masks::default(),
+            masks: Masks::new(device, chunk_rows, vocab_size)?,
             typical: Vec::new(),
             seen: Vec::new(),
-            bias: Vec::new(),
         })
     }
 
@@ -67,7 +64,7 @@ impl Sampler {
         let lists = 4 * tensor(chunk_rows) + 2 * tensor(chunk_rows * logprobs::MAX_TOP);
         let of_op = match device {
             Device::Cpu => sample::workspace_bytes(vocab_size),
-            Device::Cuda(_) => sample::gpu_workspace_bytes(chunk_rows) + mask::workspace_bytes(chunk_rows, vocab_size),
+            Device::Cuda(_) => sample::gpu_workspace_bytes(chunk_rows),
         };
         own_logits + lists + of_op
     }
@@ -77,16 +74,28 @@ impl Sampler {
         self.ids.dims()[0]
     }
 
-    /// Forgets the step before.
+    /// Forgets the tokens of the step before.
     pub fn begin(&mut self) {
         self.tokens.clear();
         self.logprobs.clear();
+    }
+
+    /// Works out which tokens each row of a step may have, while the device still runs the model.
+    pub fn fill_masks(&mut self, planned: &[PlannedRow], logits: &[LogitRow], slots: &mut Slots) {
+        self.masks.fill(planned, logits, slots);
+    }
+
+    /// All rows may have all tokens.
+    pub fn clear_masks(&mut self) {
         self.masks.clear();
     }
 
-    /// Works out which tokens each row of the step may have, while the device still runs the model.
-    pub fn fill_masks(&mut self, inputs: &Inputs, vocab_size: usize, slots: &mut Slots) {
-        self.masks.fill(inputs, vocab_size, slots);
+    /// Sends the masks of a plain step's `num_rows` rows, padded to `num_padded`, to be applied by [`pick_masked`](Self::pick_masked).
+    ///
+    /// # Errors
+    /// `Kernel` if the device fails.
+    pub fn send_masks(&mut self, num_rows: usize, num_padded: usize) -> Result<()> {
+        self.masks.send(0..num_rows, num_padded)
     }
 
     /// Why no token can be picked at row `index` of the step, if its grammar says so.
@@ -130,7 +139,11 @@ impl Sampler {
                 }
             }
         }
-        self.masks.apply(first, logits, workspace)?;
+        let in_step = first..first + rows.len();
+        if self.masks.any(in_step.clone()) {
+            self.masks.send(in_step, rows.len())?;
+            self.masks.apply(logits)?;
+        }
         self.take_out_untypical(rows, logits, slots)?;
         self.params.send()?;
         self.pick(logits, workspace)?;
@@ -164,6 +177,15 @@ impl Sampler {
         let (num_rows, _) = logits.rows_cols();
         let mut ids = self.ids.rows_mut(0..num_rows);
         Ok(self.params.with(num_rows, |params| sample::sample(logits, params, &mut ids, workspace))?)
+    }
+
+    /// [`pick`](Self::pick), of tokens that the masks sent last leave.
+    ///
+    /// # Errors
+    /// As [`pick`](Self::pick).
+    pub fn pick_masked(&mut self, logits: &mut Tensor, workspace: &Workspace) -> Result<()> {
+        self.masks.apply(logits)?;
+        self.pick(logits, workspace)
     }
 
     /// Waits for the tokens of the next `num_rows` rows of the step.
@@ -215,12 +237,9 @@ impl Sampler {
         Ok(typical(logits, &self.typical)?)
     }
 
-    /// Biases, masks and penalties on one row that comes after some drafts.
+    /// Biases and penalties on one row that comes after some drafts.
     fn adjust(&mut self, state: &SlotState, drafts: &[i32], logits: &mut Tensor) -> Result<()> {
-        let sampling = &state.sampling;
-        self.bias.clear();
-        self.bias.extend_from_slice(&sampling.logit_bias);
-        self.bias.extend(state.banned(drafts).map(|token| (token, f32::NEG_INFINITY)));
+        let bias = &state.sampling.logit_bias;
         self.seen.clear();
         let penalties = state.penalties();
         if penalties != Penalties::NONE {
@@ -229,8 +248,8 @@ impl Sampler {
                 count(&mut self.seen, draft as TokenId, 1);
             }
         }
-        if !self.bias.is_empty() || !self.seen.is_empty() {
-            penalize(logits, penalties, &self.seen, &self.bias)?;
+        if !bias.is_empty() || !self.seen.is_empty() {
+            penalize(logits, penalties, &self.seen, bias)?;
         }
         Ok(())
     }

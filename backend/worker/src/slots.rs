@@ -103,9 +103,9 @@ impl SlotState {
         self.matcher.as_ref().is_some_and(|matcher| matcher.is_done())
     }
 
-    /// Whether only some tokens may be picked, so that rows need masks.
+    /// Whether only some tokens may be picked, so that its rows need masks.
     pub fn is_masked(&self) -> bool {
-        self.matcher.is_some() || self.allowed.is_some()
+        self.matcher.is_some() || self.allowed.is_some() || takes_tokens_out(&self.sampling, self.num_output())
     }
 
     /// Tokens that must not follow `drafts`: an end before `min_tokens`, the last of bad words.
@@ -133,9 +133,9 @@ impl SlotState {
         penalties(&self.sampling)
     }
 
-    /// Whether biases, masks or penalties apply to the next token. With a token being sampled perhaps without need.
+    /// Whether biases, penalties or a limit that must see the logits apply to the next token.
     pub fn changes_logits(&self) -> bool {
-        self.refused.is_some() || self.is_masked() || changes_logits(&self.sampling, self.num_output())
+        changes_logits(&self.sampling)
     }
 
     pub fn num_output(&self) -> usize {
@@ -378,14 +378,15 @@ impl Slots {
     }
 }
 
-/// Whether logits are changed before the token after `num_output` others is picked.
-pub(crate) fn changes_logits(sampling: &SamplingParams, num_output: usize) -> bool {
-    !sampling.logit_bias.is_empty()
-        || !sampling.bad_words.is_empty()
-        || !sampling.allowed_tokens.is_empty()
-        || sampling.typical_p < 1.0
-        || num_output < sampling.min_tokens as usize
-        || penalties(sampling) != Penalties::NONE
+/// Whether logits are changed, other than by masks, before a token is picked.
+pub(crate) fn changes_logits(sampling: &SamplingParams) -> bool {
+    !sampling.logit_bias.is_empty() || sampling.typical_p < 1.0 || penalties(sampling) != Penalties::NONE
+}
+
+/// Whether bad words or `min_tokens` may take tokens out after `num_output` others.
+fn takes_tokens_out(sampling: &SamplingParams, num_output: usize) -> bool {
+    let may_be_too_early = num_output < sampling.min_tokens as usize && !sampling.stop_tokens.is_empty();
+    !sampling.bad_words.is_empty() || may_be_too_early
 }
 
 fn penalties(sampling: &SamplingParams) -> Penalties {

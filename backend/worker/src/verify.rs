@@ -43,7 +43,14 @@ impl Runner {
             let row = self.inputs.rows[index].clone();
             // Ended by the step before, or another sequence has its slot by now: nobody waits for its token.
             let lives = self.slots.try_state(row.slot).is_some_and(|state| state.serial == row.serial && !state.ended);
-            if row.is_inert() || !row.wants_token || !lives {
+            if row.is_inert() || !lives {
+                continue;
+            }
+            let state = self.slots.state_mut(row.slot);
+            if state.refused.is_some() {
+                (result.error, state.ended) = (state.refused.clone(), true);
+            }
+            if !row.wants_token || state.ended {
                 continue;
             }
             self.slots.state_mut(row.slot).num_sampling -= 1;

@@ -11,7 +11,7 @@ use drafthorse_proto::inference::ModelInferRequest;
 use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::load::kserve;
+use crate::load::{Parameters, kserve};
 use crate::repository::Model;
 
 /// Streams that share a connection.
@@ -117,7 +117,7 @@ impl Client {
         let name = self.model.name();
         let requests: Vec<_> = {
             let text = |prompt| self.model.served.tokenizer().decode(prompt, false);
-            prompts.iter().map(|prompt| kserve::request(name, text(prompt), output, &[])).collect()
+            prompts.iter().map(|prompt| kserve::request(name, text(prompt), output, &[], &Parameters::new())).collect()
         };
         let mut running = tokio::task::JoinSet::new();
         let started = Instant::now();

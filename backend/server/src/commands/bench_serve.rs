@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use drafthorse::load::{self, Lengths, Load, Summary, Target};
+use drafthorse::load::{self, Lengths, Load, Parameters, Summary, Target};
 
 use super::print;
 
@@ -42,6 +42,10 @@ pub struct BenchServeArgs {
     #[arg(long, value_name = "TOKENS@SECONDS", value_parser = long_prompt)]
     long_prompt: Option<(u32, Duration)>,
 
+    /// Sampling parameters of every request besides greedy, such as {"guided_regex": "[a-z ]+"}
+    #[arg(long, default_value = "{}", value_name = "JSON", value_parser = parameters)]
+    parameters: Parameters,
+
     /// Draws the same load again
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
@@ -66,6 +70,7 @@ pub fn bench_serve(args: &BenchServeArgs) -> Result<(), String> {
         prompt_tokens: args.prompt_tokens,
         output_tokens: args.output_tokens,
         long_prompt: args.long_prompt,
+        parameters: args.parameters.clone(),
         seed: args.seed,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
@@ -94,6 +99,10 @@ pub fn bench_serve(args: &BenchServeArgs) -> Result<(), String> {
 
 fn write(file: &Path, text: &str) -> Result<(), String> {
     std::fs::write(file, text).map_err(|error| format!("cannot write {}: {error}", file.display()))
+}
+
+fn parameters(text: &str) -> Result<Parameters, String> {
+    serde_json::from_str(text).map_err(|error| format!("must be a JSON object: {error}"))
 }
 
 fn rate(text: &str) -> Result<f64, String> {

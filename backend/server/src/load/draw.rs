@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use super::{Ask, Load};
+use super::{Ask, Load, Parameters};
 
 /// How long something is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -89,12 +90,13 @@ impl Dice {
         words.join(" ")
     }
 
-    pub(super) fn ask(&mut self, load: &Load) -> Ask {
+    pub(super) fn ask(&mut self, load: &Load, parameters: &Arc<Parameters>) -> Ask {
         let prompt_tokens = self.length(load.prompt_tokens);
         Ask {
             model: load.model.clone(),
             prompt: self.prompt(prompt_tokens),
             output_tokens: self.length(load.output_tokens),
+            parameters: parameters.clone(),
         }
     }
 }

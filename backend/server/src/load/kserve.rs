@@ -3,9 +3,10 @@
 use drafthorse_proto::GrpcInferenceServiceClient;
 use drafthorse_proto::inference::model_infer_request::InferInputTensor;
 use drafthorse_proto::inference::{InferTensorContents, ModelInferRequest, ModelInferResponse};
+use serde_json::json;
 use tonic::transport::{Channel, Endpoint};
 
-use super::{Ask, Listener};
+use super::{Ask, Listener, Parameters};
 use crate::repository::dialect::{EXCLUDE_INPUT, SAMPLING_PARAMETERS, STREAM, TEXT_INPUT};
 
 /// Inputs that ask for counts.
@@ -31,7 +32,7 @@ impl Client {
     /// One request on a stream of its own.
     pub(super) async fn send(&self, ask: &Ask, listener: &mut Listener) -> Result<(), String> {
         let mut service = self.service.clone();
-        let request = request(&ask.model, ask.prompt.clone(), ask.output_tokens, &COUNTS);
+        let request = request(&ask.model, ask.prompt.clone(), ask.output_tokens, &COUNTS, &ask.parameters);
         let answers = service.model_stream_infer(tokio_stream::iter([request])).await;
         let mut answers = answers.map_err(|status| status.to_string())?.into_inner();
         while let Some(answer) = answers.message().await.map_err(|status| status.to_string())? {
@@ -49,8 +50,15 @@ impl Client {
     }
 }
 
-/// A streamed request for `output_tokens` greedy tokens, without the prompt in them; `flags` are inputs that are true.
-pub(crate) fn request(model: &str, prompt: String, output_tokens: u32, flags: &[&str]) -> ModelInferRequest {
+/// A streamed request for `output_tokens` greedy tokens, without the prompt in them; `flags` are inputs that are true, `parameters`
+/// change how it is sampled.
+pub(crate) fn request(
+    model: &str,
+    prompt: String,
+    output_tokens: u32,
+    flags: &[&str],
+    parameters: &Parameters,
+) -> ModelInferRequest {
     let tensor = |name: &str, datatype: &str, contents| InferInputTensor {
         name: name.into(),
         datatype: datatype.into(),
@@ -65,8 +73,11 @@ pub(crate) fn request(model: &str, prompt: String, output_tokens: u32, flags: &[
     let yes = |name: &str| {
         tensor(name, "BOOL", InferTensorContents { bool_contents: vec![true], ..InferTensorContents::default() })
     };
-    let parameters = format!("{{\"temperature\": 0, \"max_tokens\": {output_tokens}, \"ignore_eos\": true}}");
-    let mut inputs = vec![text(TEXT_INPUT, prompt), text(SAMPLING_PARAMETERS, parameters)];
+    let mut all = json!({"temperature": 0, "max_tokens": output_tokens, "ignore_eos": true});
+    for (name, value) in parameters {
+        all[name] = value.clone();
+    }
+    let mut inputs = vec![text(TEXT_INPUT, prompt), text(SAMPLING_PARAMETERS, all.to_string())];
     inputs.extend([STREAM, EXCLUDE_INPUT].iter().chain(flags).map(|name| yes(name)));
     ModelInferRequest { model_name: model.into(), inputs, ..ModelInferRequest::default() }
 }

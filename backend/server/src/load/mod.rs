@@ -36,8 +36,13 @@ pub struct Load {
     pub output_tokens: Lengths,
     /// One more prompt of so many tokens, so long after the first request.
     pub long_prompt: Option<(u32, Duration)>,
+    /// More sampling parameters of every request, or others than it has: `temperature`, `guided_regex`.
+    pub parameters: Parameters,
     pub seed: u64,
 }
+
+/// By name.
+pub type Parameters = serde_json::Map<String, serde_json::Value>;
 
 /// Where requests go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,6 +75,7 @@ struct Ask {
     model: String,
     prompt: String,
     output_tokens: u32,
+    parameters: Arc<Parameters>,
 }
 
 /// What came of a request. Times count from the first request's.
@@ -113,14 +119,16 @@ pub type Progress<'a> = &'a dyn Fn(u64, u64);
 pub async fn run(load: &Load, progress: Progress<'_>) -> Result<Vec<Outcome>, String> {
     let client = Client::connect(&load.target).await?;
     let mut dice = Dice::new(load.seed);
+    let parameters = Arc::new(load.parameters.clone());
     let mut asks = Vec::new();
     let mut at = Duration::ZERO;
     for _ in 0..load.requests {
-        asks.push((at, false, dice.ask(load)));
+        asks.push((at, false, dice.ask(load, &parameters)));
         at += load.rate.map_or(Duration::ZERO, |rate| dice.gap(rate));
     }
     if let Some((tokens, at)) = load.long_prompt {
-        asks.push((at, true, Ask { model: load.model.clone(), prompt: dice.prompt(tokens), output_tokens: 1 }));
+        let (model, prompt) = (load.model.clone(), dice.prompt(tokens));
+        asks.push((at, true, Ask { model, prompt, output_tokens: 1, parameters }));
         asks.sort_by_key(|(at, ..)| *at);
     }
     let total = asks.len() as u64;

@@ -29,7 +29,7 @@ impl Client {
     }
 
     pub(super) async fn send(&self, ask: &Ask, listener: &mut Listener) -> Result<(), String> {
-        let body = json!({
+        let mut body = json!({
             "model": ask.model,
             "prompt": ask.prompt,
             "max_tokens": ask.output_tokens,
@@ -38,6 +38,9 @@ impl Client {
             "stream": true,
             "stream_options": {"include_usage": true},
         });
+        for (name, value) in &*ask.parameters {
+            body[name] = value.clone();
+        }
         let request = Request::post(self.completions.clone()).header(CONTENT_TYPE, "application/json");
         let request = request.body(Full::from(body.to_string())).map_err(|error| error.to_string())?;
         let response = self.http.request(request).await.map_err(|error| format!("{}: {error}", self.completions))?;

@@ -127,6 +127,7 @@ mod tests {
             prompt_tokens: Lengths::Fixed(8),
             output_tokens: Lengths::Uniform(1, 2),
             long_prompt: None,
+            parameters: crate::load::Parameters::new(),
             seed: 0,
         };
         let at = |ms| Duration::from_millis(ms);

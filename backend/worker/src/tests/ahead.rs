@@ -97,7 +97,7 @@ pub(super) fn serve_ahead((ready, mut link): (Ready, ChannelLink), jobs: &[Job],
     sequences.into_iter().zip(jobs).map(|(sequence, job)| sequence.tokens[job.prompt.len()..].to_vec()).collect()
 }
 
-/// Jobs of every kind: greedy, sampled, with stop tokens, with penalties and with log-probabilities, which cannot run ahead.
+/// Jobs of every kind: greedy, sampled, with stop tokens, by masks, and with penalties or log-probabilities, which cannot run ahead.
 pub(super) fn jobs(vocab: TokenId) -> Vec<Job> {
     let mut rng = StdRng::seed_from_u64(5);
     let job = |i: u64| Job {
@@ -109,9 +109,11 @@ pub(super) fn jobs(vocab: TokenId) -> Vec<Job> {
             stop_tokens: if i == 3 { (0..vocab / 8).collect() } else { vec![] },
             presence_penalty: if i == 5 { 0.5 } else { 0.0 },
             min_tokens: if i == 6 { 4 } else { 0 },
+            bad_words: if i == 1 { (0..40).map(|t| vec![t]).chain([vec![50, 51]]).collect() } else { vec![] },
+            allowed_tokens: if i == 0 { (20..60).collect() } else { vec![] },
             ..SamplingParams::default()
         },
-        grammar: None,
+        grammar: [4, 7].contains(&i).then(|| Grammar::Regex(["[a-f]{3,30}", "(xy|z)+"][i as usize % 2].into())),
         wants: Wants { logprobs: if i == 2 { Logprobs::Top(2) } else { Logprobs::None }, ..Wants::default() },
     };
     (0..8).map(job).collect()
@@ -127,10 +129,22 @@ fn a_step_behind_another_gives_the_tokens_of_steps_one_by_one() {
             _ => serve_ahead(rank, jobs, jobs.len() as u64),
         }
     };
-    let mut jobs = jobs(fake::VOCAB as TokenId);
-    jobs[4].grammar = Some(Grammar::Regex("[a-f]{3,30}".into()));
+    let jobs = jobs(fake::VOCAB as TokenId);
     let want: Vec<Vec<TokenId>> = run(1, &jobs);
     assert!(want[3].len() < jobs[3].sampling.max_tokens as usize, "no stop token came");
     assert_eq!(run(2, &jobs), want);
-    assert_eq!(run(2, &jobs[..2]), want[..2], "plain ones alone");
+    assert_eq!(run(2, &jobs[..2]), want[..2], "some by masks");
+    let plain = [jobs[3].clone(), jobs[6].clone(), jobs[4].clone()];
+    assert_eq!(run(2, &plain), [3, 6, 4].map(|i| want[i].clone()));
+}
+
+#[test]
+fn a_grammar_that_is_refused_ends_its_sequence_alone_while_others_run_ahead() {
+    let mut jobs = jobs(fake::VOCAB as TokenId);
+    let want = serve_ahead(rank(WorkerConfig { pipeline_depth: Some(2), ..small() }, fake::network, None), &jobs, 3);
+    jobs[4].grammar = Some(Grammar::Regex("(".into()));
+    let got = serve_ahead(rank(WorkerConfig { pipeline_depth: Some(2), ..small() }, fake::network, None), &jobs, 3);
+    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+        assert_eq!(got, if i == 4 { &[][..] } else { want }, "sequence {i}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use drafthorse_control::{Logprobs, SamplingParams, TokenId, Wants};
+use drafthorse_control::{Grammar, Logprobs, SamplingParams, TokenId, Wants};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use tempfile::TempDir;
@@ -16,14 +16,18 @@ use crate::rank::spawn;
 /// The folder of a checkpoint, for the test that wants a real one.
 const CHECKPOINT: &str = "DRAFTHORSE_TEST_CHECKPOINT";
 
-fn engine(dir: &Path, change: impl FnOnce(&mut WorkerConfig)) -> Engine {
-    let mut config = WorkerConfig {
+fn on_gpu(dir: &Path) -> WorkerConfig {
+    WorkerConfig {
         model_dir: dir.into(),
         device: DeviceKind::Cuda(0),
         block_size: 16,
         kv_cache_bytes: 256 << 20,
         ..small()
-    };
+    }
+}
+
+fn engine(dir: &Path, change: impl FnOnce(&mut WorkerConfig)) -> Engine {
+    let mut config = on_gpu(dir);
     change(&mut config);
     Engine::new(spawn(config, Box::new(|_| {})).unwrap())
 }
@@ -113,17 +117,52 @@ fn every_size_gives_the_same_bits_recorded_op_by_op_and_again() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn steps_with_masks_are_recorded_too_and_run_ahead() {
+    let dir = made_up();
+    // All but those that want penalties or log-probabilities.
+    let jobs: Vec<Job> = super::ahead::jobs(1000)
+        .into_iter()
+        .enumerate()
+        .filter(|(i, _)| ![2, 5].contains(i))
+        .map(|(_, job)| job)
+        .collect();
+    let random = |eager| {
+        let change = |config: &mut WorkerConfig| (config.random_weights, config.eager) = (true, eager);
+        engine(dir.path(), change)
+    };
+    let want = random(true).serve(&jobs, Schedule::together());
+    let allowed = |job: &Job, token: TokenId| match &job.grammar {
+        // Tokens of the letters; see `guided::token_bytes`.
+        Some(Grammar::Regex(regex)) if regex.starts_with('[') => (66..=71).contains(&token),
+        Some(_) => (89..=91).contains(&token),
+        None if job.sampling.allowed_tokens.is_empty() => token >= 40 || job.sampling.bad_words.is_empty(),
+        None => job.sampling.allowed_tokens.contains(&token),
+    };
+    for (job, outcome) in jobs.iter().zip(&want) {
+        assert!(outcome.error.is_none() && !outcome.tokens.is_empty(), "{outcome:?}");
+        assert!(outcome.tokens.iter().all(|&token| allowed(job, token)), "{:?} of {job:?}", outcome.tokens);
+    }
+    let mut recorded = random(false);
+    for run in 0..3 {
+        assert_eq!(recorded.serve(&jobs, Schedule::together()), want, "run {run}");
+    }
+    let ahead = |eager| {
+        let config = WorkerConfig { eager, random_weights: true, ..on_gpu(dir.path()) };
+        serve_ahead(spawn(config, Box::new(|_| {})).unwrap(), &jobs, 11)
+    };
+    let got = ahead(false);
+    assert_eq!(ahead(true), got);
+    for (job, tokens) in jobs.iter().zip(&got) {
+        assert!(!tokens.is_empty() && tokens.iter().all(|&token| allowed(job, token)), "{tokens:?} of {job:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn a_step_behind_another_takes_its_tokens_from_the_device() {
     let dir = made_up();
     let jobs = super::ahead::jobs(1000);
-    let config = WorkerConfig {
-        model_dir: dir.path().into(),
-        device: DeviceKind::Cuda(0),
-        random_weights: true,
-        block_size: 16,
-        kv_cache_bytes: 256 << 20,
-        ..small()
-    };
+    let config = WorkerConfig { random_weights: true, ..on_gpu(dir.path()) };
     let ahead = |seed| serve_ahead(spawn(config.clone(), Box::new(|_| {})).unwrap(), &jobs, seed);
     let first = ahead(1);
     assert!(first.iter().all(|tokens| !tokens.is_empty()));

@@ -49,7 +49,7 @@ fn counts(sampling: &SamplingParams) -> Vec<usize> {
         adapter: None,
     };
     slots.admit(1, &admit).unwrap();
-    let mut sampler = Sampler::new(device, ROWS, ROWS).unwrap();
+    let mut sampler = Sampler::new(device, ROWS, ROWS, VOCAB).unwrap();
     let workspace = Workspace::new(device, Sampler::workspace_bytes(device, ROWS, VOCAB)).unwrap();
     let mut inputs = Inputs::default();
     inputs.rows.extend((0..ROWS).map(|i| PlannedRow {
@@ -66,7 +66,7 @@ fn counts(sampling: &SamplingParams) -> Vec<usize> {
         inputs.logits =
             (first..first + ROWS).map(|position| LogitRow { slot: Slot(0), position, of, logprobs: None }).collect();
         sampler.begin();
-        sampler.fill_masks(&inputs, VOCAB, &mut slots);
+        sampler.fill_masks(&inputs.rows, &inputs.logits, &mut slots);
         let values: Vec<f32> = (0..ROWS).flat_map(|_| logits()).collect();
         let mut rows = Tensor::from_slice(device, "logits", &values, [ROWS, VOCAB]).unwrap();
         sampler.sample(&inputs.logits, &mut rows, &slots, &workspace).unwrap();

@@ -5,9 +5,8 @@ mod cuda;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::{KernelError, Result};
+use crate::error::Result;
 use crate::tensor::Tensor;
-use crate::workspace::Workspace;
 
 const OP: &str = "mask";
 
@@ -16,34 +15,30 @@ pub const fn num_words(vocab: usize) -> usize {
     vocab.div_ceil(32)
 }
 
-/// What [`mask`] takes from the workspace of a GPU at most.
-pub const fn workspace_bytes(num_rows: usize, vocab: usize) -> usize {
-    (4 * num_rows * num_words(vocab)).next_multiple_of(64) + (4 * num_rows).next_multiple_of(64)
-}
-
-/// `logits[rows[i], token] = -inf` where `bits[i]` has no bit for the token; other rows stay as they are.
+/// `logits[row, token] = -inf` where the mask of the row has no bit for the token; rows without a mask stay as they are.
 ///
-/// | argument    | shape | dtype | |
-/// |-------------|-------|-------|-|
-/// | `logits`    | `[rows, vocab]` | f32 | changed in place |
-/// | `rows`      | `[masked]`, each row once | on the host | read |
-/// | `bits`      | `[masked, words]`, see [`num_words`] | on the host | read |
-/// | `workspace` | takes at most [`workspace_bytes`] on a GPU, nothing on the CPU | | |
+/// | argument | shape | dtype | |
+/// |----------|-------|-------|-|
+/// | `logits` | `[rows, vocab]` | f32 | changed in place |
+/// | `masks`  | `[rows]` | i32 | read: the row of `bits` that is the row's mask; less than 0: it has none |
+/// | `bits`   | `[masks, words]`, see [`num_words`] | i32, as bits | read |
 ///
 /// # Errors
-/// `DType`; `Value` if a row is outside `logits`, or the bits are not as many as the rows need; `WorkspaceFull`.
-pub fn mask(logits: &mut Tensor, rows: &[i32], bits: &[u32], workspace: &Workspace) -> Result<()> {
-    logits.expect_dtype(OP, "logits", DType::F32)?;
+/// `DType`, `Shape`.
+///
+/// # Panics
+/// On the CPU, if a mask is not in `bits`. On a GPU nothing checks that.
+pub fn mask(logits: &mut Tensor, masks: &Tensor, bits: &Tensor) -> Result<()> {
     let (num_rows, vocab) = logits.rows_cols();
-    if let Some(&row) = rows.iter().find(|&&row| row < 0 || row as usize >= num_rows) {
-        return Err(KernelError::Value { op: OP, arg: "rows", got: row.into(), want: "rows of logits" });
-    }
-    if bits.len() != rows.len() * num_words(vocab) {
-        return Err(KernelError::Value { op: OP, arg: "bits", got: bits.len() as i64, want: "words for each row" });
-    }
+    logits.expect_dtype(OP, "logits", DType::F32)?;
+    masks.expect_shape(OP, "masks", [num_rows])?;
+    masks.expect_dtype(OP, "masks", DType::I32)?;
+    let (num_masks, _) = bits.rows_cols();
+    bits.expect_shape(OP, "bits", [num_masks, num_words(vocab)])?;
+    bits.expect_dtype(OP, "bits", DType::I32)?;
     match logits.device().clone() {
-        Device::Cpu => cpu::mask(logits.as_mut_slice(), vocab, rows, bits),
-        Device::Cuda(device) => return cuda::mask(&device, logits, rows, bits, workspace),
+        Device::Cpu => cpu::mask(logits.as_mut_slice(), vocab, masks.as_slice(), bits.as_slice()),
+        Device::Cuda(device) => return cuda::mask(&device, logits, masks, bits),
     }
     Ok(())
 }
@@ -52,16 +47,18 @@ pub fn mask(logits: &mut Tensor, rows: &[i32], bits: &[u32], workspace: &Workspa
 mod tests {
     use super::*;
 
-    fn masked(rows: &[i32], bits: &[u32]) -> Result<Vec<f32>> {
+    fn masked(masks: &[i32], bits: &[i32]) -> Result<Vec<f32>> {
         let logits: Vec<f32> = (0..3 * 34).map(|i| i as f32).collect();
         let mut logits = Tensor::from_slice(&Device::Cpu, "logits", &logits, [3, 34])?;
-        mask(&mut logits, rows, bits, &Workspace::new(&Device::Cpu, 64)?)?;
+        let masks = Tensor::from_slice(&Device::Cpu, "masks", masks, [masks.len()])?;
+        let bits = Tensor::from_slice(&Device::Cpu, "bits", bits, [2, bits.len() / 2])?;
+        mask(&mut logits, &masks, &bits)?;
         Ok(logits.as_slice().to_vec())
     }
 
     #[test]
     fn tokens_without_a_bit_are_taken_out_of_their_row_alone() {
-        let got = masked(&[2, 0], &[1 << 31, 0b10, u32::MAX, 0]).unwrap();
+        let got = masked(&[1, -1, 0], &[1 << 31, 0b10, -1, 0]).unwrap();
         for (i, logit) in got.into_iter().enumerate() {
             let kept = match i / 34 {
                 0 => i % 34 < 32,
@@ -74,8 +71,8 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_named() {
-        let said = |rows: &[i32], bits: &[u32]| masked(rows, bits).unwrap_err().to_string();
-        assert_eq!(said(&[3], &[0, 0]), "mask: rows is 3, expected rows of logits");
-        assert_eq!(said(&[0], &[0]), "mask: bits is 1, expected words for each row");
+        let said = |masks: &[i32], bits: &[i32]| masked(masks, bits).unwrap_err().to_string();
+        assert!(said(&[0], &[0; 4]).contains("masks"), "{}", said(&[0], &[0; 4]));
+        assert!(said(&[0; 3], &[0; 2]).contains("bits"), "{}", said(&[0; 3], &[0; 2]));
     }
 }
