@@ -16,7 +16,7 @@ const PART: usize = 4096;
 const FEW_ROWS: usize = 16;
 /// Blocks of a row in `sample_cluster.cu`, and dynamic shared memory that each may ask for beside its own.
 const CLUSTER: usize = 8;
-const MOST_SHARED: usize = 220 << 10;
+const MOST_SHARED: usize = 216 << 10;
 /// Weights are summed as integers that a larger vocabulary might overflow.
 const MOST_VOCAB: usize = 1 << 18;
 

@@ -9,7 +9,7 @@
 // Shared   f32 weights of the block's run, and its logits if they fit too
 // Moves    vocab * 4 B a row; what is not in shared memory is read again, from L2, by each pass
 // Method   A threshold (top_k: by count, top_p: by weight) is searched between two keys of floats: each pass weighs what lies above eight
-//          keys between them, until they are neighbours
+//          keys between them, until the little that is left between two of them is told to all blocks, or these are neighbours
 
 #include "exp.cuh"
 #include "ptx.cuh"
@@ -21,12 +21,17 @@
 constexpr uint32_t kThreads = 1024, kWarps = kThreads / 32;
 constexpr uint32_t kBlocks = 8;  // of a row
 constexpr int kPivots = 8;
+constexpr uint32_t kLeft = 32;     // what a block may have left for the search to end
+constexpr uint32_t kPasses = 2;    // before which it will not be so little
 
 struct Shared {
     uint64_t of_warp[kWarps][kPivots];
-    // By turns, so that a block may tell its next sums while others still read the last.
-    uint64_t of_block[2][kBlocks][kPivots];
+    // By turns, so that a block may tell its next sums while others still read the last. Behind the sums how many it has left.
+    uint64_t of_block[2][kBlocks][kPivots + 1];
     uint64_t scan[kWarps];
+    uint32_t num_left;
+    uint64_t left[kLeft][2];               // this block's: keys and masses
+    uint64_t all_left[kBlocks][kLeft][2];  // every block's
 };
 
 __device__ __forceinline__ uint64_t warp_max_u64(uint64_t x) {
@@ -52,15 +57,15 @@ struct Blocks {
     }
 
     // After all have told: what block b told is in the result's [b].
-    __device__ __forceinline__ uint64_t (*heard())[kPivots] {
+    __device__ __forceinline__ uint64_t (*heard())[kPivots + 1] {
         sync_cluster();
-        uint64_t (*of_block)[kPivots] = shared.of_block[turn];
+        uint64_t (*of_block)[kPivots + 1] = shared.of_block[turn];
         turn ^= 1;
         return of_block;
     }
 
-    // The row's sums of `kPivots` masses; lane i of each warp gets that of i % kPivots.
-    __device__ __forceinline__ uint64_t add_up(const uint64_t (&mine)[kPivots]) {
+    // The row's sums of `kPivots` masses; lane i of each warp gets that of i % kPivots. `most_left` becomes the most that a block has left.
+    __device__ __forceinline__ uint64_t add_up(const uint64_t (&mine)[kPivots], uint32_t& most_left) {
         const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         uint32_t any = 0;
 #pragma unroll
@@ -73,7 +78,9 @@ struct Blocks {
         }
         __syncthreads();
         if (warp < kPivots) tell(warp, warp_sum_u64(shared.of_warp[lane][warp]));
-        const uint64_t (*of_block)[kPivots] = heard();
+        if (warp == kPivots) tell(kPivots, shared.num_left);
+        const uint64_t (*of_block)[kPivots + 1] = heard();
+        most_left = __reduce_max_sync(~0u, uint32_t(of_block[lane % kBlocks][kPivots]));
         uint64_t sum = 0;
         for (uint32_t block = lane / kPivots; block < kBlocks; block += 32 / kPivots) sum += of_block[block][lane % kPivots];
         sum += __shfl_xor_sync(~0u, sum, 8);
@@ -81,6 +88,37 @@ struct Blocks {
         return sum;
     }
 };
+
+// The largest key of all that blocks have left such that what is above the search and what has keys >= it reach the limit. There is one:
+// all of it does.
+__device__ __forceinline__ uint32_t largest_left(const Limit& limit, uint64_t above, Blocks& blocks) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Shared& shared = blocks.shared;
+    for (uint32_t i = threadIdx.x; i < kLeft * kBlocks; i += kThreads) {
+        const uint32_t place = i / kBlocks;
+        const bool is_left = place < shared.num_left;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            store_at(i % kBlocks, shared_address(&shared.all_left[blockIdx.x][place][half]), is_left ? shared.left[place][half] : 0);
+    }
+    sync_cluster();
+    uint32_t found = 0;
+    if (warp < kBlocks) {
+        const uint32_t mine = shared.all_left[warp][lane][0];
+        uint64_t sum = above;
+#pragma unroll 8
+        for (uint32_t i = 0; i < kLeft * kBlocks; ++i) {
+            const uint64_t* other = shared.all_left[i / kLeft][i % kLeft];
+            if (other[0] >= mine) sum += other[1];
+        }
+        found = __reduce_max_sync(~0u, limit.reached(sum) ? mine : 0);
+        if (lane == 0) shared.scan[warp] = found;
+    }
+    __syncthreads();
+    found = __reduce_max_sync(~0u, uint32_t(shared.scan[lane % kBlocks]));
+    __syncthreads();
+    return found;
+}
 
 struct Row {
     const float* logits;
@@ -106,8 +144,10 @@ __device__ __forceinline__ uint32_t threshold(const Row& row, const Limit& limit
     const uint32_t lane = threadIdx.x % 32;
     uint32_t high = key_of(row.largest);  // what is above does not reach the limit: nothing is
     uint64_t above = 0;
-    bool first = true;
-    while (high - low > 1) {
+    for (uint32_t pass = 0; high - low > 1; ++pass) {
+        const bool first = pass == 0, may_end = pass >= kPasses;
+        if (threadIdx.x == 0) blocks.shared.num_left = may_end ? 0 : kLeft + 1;
+        if (may_end) __syncthreads();
         uint32_t pivots[kPivots];
         uint32_t pivot_of_lane = 0;
 #pragma unroll
@@ -118,16 +158,21 @@ __device__ __forceinline__ uint32_t threshold(const Row& row, const Limit& limit
             pivots[p] = min(max(pivots[p], low), high);
             if (lane % kPivots == p) pivot_of_lane = pivots[p];
         }
-        first = false;
         uint64_t masses[kPivots] = {};
         for_each(row.logits, row.begin, row.end, row.aligned, [&](uint32_t i, float logit) {
             const uint32_t key = key_of(logit);
             if (key <= low || key > high) return;
             const uint64_t mass = row.mass(row.weight(i), limit.by_weight);
+            if (may_end) {
+                const uint32_t place = atomicAdd(&blocks.shared.num_left, 1);
+                if (place < kLeft) blocks.shared.left[place][0] = key, blocks.shared.left[place][1] = mass;
+            }
 #pragma unroll
             for (int p = 0; p < kPivots; ++p) masses[p] += key > pivots[p] ? mass : 0;
         });
-        const uint64_t sum = blocks.add_up(masses);
+        uint32_t most_left;
+        const uint64_t sum = blocks.add_up(masses, most_left);
+        if (most_left <= kLeft) return largest_left(limit, above, blocks);
         // The first pivot above which enough lies, and the one before it, above which too little does.
         const uint32_t enough = __ballot_sync(~0u, limit.reached(above + sum)) & ((1u << kPivots) - 1);
         const int found = enough ? __ffs(enough) - 1 : kPivots;
@@ -165,7 +210,7 @@ __device__ __forceinline__ void pick(const Row& row, uint32_t least, uint64_t bi
         __syncthreads();
         if (whole) {
             if (warp == 0) blocks.tell(0, warp_sum_u64(shared.scan[lane]));
-            const uint64_t (*of_block)[kPivots] = blocks.heard();
+            const uint64_t (*of_block)[kPivots + 1] = blocks.heard();
             uint64_t total = 0;
             for (uint32_t b = 0; b < kBlocks; ++b) total += of_block[b][0];
             target = __umul64hi(bits << 11, total);
@@ -221,7 +266,7 @@ sample_cluster(const float* __restrict__ logits, const float* __restrict__ tempe
     __syncthreads();
     if (warp == 0) blocks.tell(0, warp_max_u64(shared.scan[lane]));
     {
-        const uint64_t (*of_block)[kPivots] = blocks.heard();
+        const uint64_t (*of_block)[kPivots + 1] = blocks.heard();
         best = 0;
         for (uint32_t b = 0; b < kBlocks; ++b) best = of_block[b][0] > best ? of_block[b][0] : best;
     }
@@ -247,7 +292,8 @@ sample_cluster(const float* __restrict__ logits, const float* __restrict__ tempe
             masses[0] += row.mass(weight, true);
             masses[1] += row.mass(weight, false);
         });
-        return blocks.add_up(masses);
+        uint32_t most_left;
+        return blocks.add_up(masses, most_left);
     };
     const uint32_t k = top_k[r];
     const bool by_rank = k > 0 && k < vocab, by_mass = top_p[r] < 1.0f;
