@@ -5,7 +5,8 @@
 #   tests/gpu/run.sh pack DIR     builds them, stripped, into DIR, beside a copy of this script; on the machine with the GPU: DIR/run.sh
 #
 # For the tests with a real model it takes the folder of a checkpoint in bf16 from CHECKPOINT, or a GGUF file from GGUF, which is
-# imported; with neither, the GGUF that model_repository/fetch.sh has fetched, and where there is none those tests are left out.
+# imported; with neither, the GGUF that model_repository/fetch.sh has fetched, and where there is none those tests are left out. DRAFT is
+# the folder of an MTP module for it, model_repository/mtp/1 unless it is set.
 #   MEMCHECK=0          leaves compute-sanitizer out; MEMCHECK_SECONDS=120 bounds each test under it
 #   TEST_SECONDS=300    bounds each of the programs
 # Exits with the number of programs that failed.
@@ -71,8 +72,13 @@ if [ -z "$checkpoint" ] && [ -n "$gguf" ]; then
     "$bin/drafthorse" import "$gguf" "$checkpoint" || { note import failed; failed=$((failed + 1)); }
 fi
 if [ -n "$checkpoint" ]; then
-    export DRAFTHORSE_TEST_CHECKPOINT=$checkpoint
-    program "worker: text as on the CPU" "$bin/worker" --ignored --nocapture a_checkpoint
+    export DRAFTHORSE_TEST_CHECKPOINT=$checkpoint DRAFTHORSE_TEST_DRAFT=${DRAFT:-$root/model_repository/mtp/1}
+    program "worker: text as on the CPU" "$bin/worker" --ignored --nocapture a_checkpoint_goes_on
+    if [ -d "$DRAFTHORSE_TEST_DRAFT" ]; then
+        program "worker: drafts" "$bin/worker" --ignored --nocapture a_checkpoint_with_drafts
+    else
+        note "worker: drafts" "left out: DRAFT names no folder"
+    fi
 else
     note "worker: text as on the CPU" "left out: neither CHECKPOINT nor GGUF"
 fi

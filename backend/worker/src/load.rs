@@ -66,13 +66,6 @@ pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) 
         warn!(num_threads, running, "the cpu pool runs already, its number of threads stays");
     }
     let device = config.device.open()?;
-    let method = match method {
-        Method::Mtp if device != Device::Cpu => {
-            warn!("a draft model runs on the CPU alone, the model is served without it");
-            Method::None
-        }
-        method => method,
-    };
     let mut network = network(config, &device, matches!(method, Method::Mtp), progress)?;
     let proposer = match method {
         Method::Host(proposer) => Some(proposer),

@@ -254,6 +254,10 @@ impl Runner {
             self.finish()?;
         }
         self.last_step = 0;
+        if let Some(proposer) = &mut self.proposer {
+            proposer.collect(&mut self.slots)?;
+            proposer.warmed_up();
+        }
         Ok(())
     }
 
@@ -264,6 +268,9 @@ impl Runner {
             return Err(WorkerError::OutOfStep { got: step.id, want });
         }
         self.last_step = step.id;
+        if let Some(proposer) = &mut self.proposer {
+            proposer.collect(&mut self.slots)?;
+        }
         for &slot in &step.release {
             self.slots.release(step.id, slot)?;
         }

@@ -206,6 +206,15 @@ impl Slots {
         self.num_drafts.as_mut_slice::<i32>()[index] = num_drafts as i32;
     }
 
+    /// Puts other drafts in the place of those that the slot has.
+    pub(crate) fn replace_drafts(&mut self, slot: Slot, drafts: impl Iterator<Item = i32>) {
+        let at = slot.0 as usize * self.sizes.max_drafts.max(1);
+        let num_drafts = self.num_drafts.as_slice::<i32>()[slot.0 as usize] as usize;
+        for (place, draft) in self.drafts.as_mut_slice::<i32>()[at..at + num_drafts].iter_mut().zip(drafts) {
+            *place = draft;
+        }
+    }
+
     pub(crate) fn block_size(&self) -> usize {
         self.sizes.block_size
     }

@@ -138,6 +138,9 @@ impl Runner {
                 taps: &mut [],
             },
         })?;
+        if self.propose_rows.iter().any(|row| self.slots.state(row.slot).matcher.is_some()) {
+            proposer.collect(&mut self.slots)?;
+        }
         for row in &self.propose_rows {
             self.slots.cut_drafts(row.slot, if row.wants_drafts { row.room } else { 0 });
             self.slots.cut_refused_drafts(row.slot);

@@ -9,6 +9,7 @@ pub mod feed_tokens;
 pub mod gather_rows;
 pub mod kv_write;
 pub mod logprobs;
+pub mod map_tokens;
 pub mod mask;
 pub mod matmul;
 pub mod matmul_bf16;

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use drafthorse_kernels::{DType, Tensor};
+use drafthorse_kernels::{DType, Device, Tensor};
+use half::bf16;
 
 use super::mtp::Mtp;
 use super::naming::{DRAFT_TOKENS, Names};
@@ -99,7 +100,12 @@ fn rows_of(head: &dyn QuantWeight, rows: &[u32], options: &LoadOptions<'_>) -> R
     let [_, cols] = head.dims();
     let ids: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
     let ids = Tensor::from_slice(&options.device, "draft tokens", &ids, [ids.len()])?;
-    let mut values = Tensor::zeros(&options.device, "rows of the head", [rows.len(), cols], DType::F32)?;
+    // A GPU has its weights, and so their rows, in bf16.
+    let dtype = if options.device == Device::Cpu { DType::F32 } else { DType::BF16 };
+    let mut values = Tensor::zeros(&options.device, "rows of the head", [rows.len(), cols], dtype)?;
     head.gather(&ids, &mut values)?;
-    Ok(values.to_vec()?)
+    match dtype {
+        DType::BF16 => Ok(values.to_vec::<bf16>()?.into_iter().map(bf16::to_f32).collect()),
+        _ => Ok(values.to_vec()?),
+    }
 }

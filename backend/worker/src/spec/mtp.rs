@@ -5,20 +5,26 @@
 //! so the first draft comes of it too. Further drafts are made from the drafter's own output, onto slots that the next pass overwrites.
 //! An entry depends on nothing behind its own block, so blocks that are found again hold it, with the hidden state of their last token
 //! for the entry that follows.
+//!
+//! On a GPU a draft goes into the next pass without the host having seen it; all of them come back together, while the engine plans the
+//! step that verifies them.
 
 use std::time::Instant;
 
 use drafthorse_control::{SamplingParams, Slot};
 use drafthorse_kernels::device::Readback;
 use drafthorse_kernels::ops::copy_rows::{copy_rows, copy_rows_from};
+use drafthorse_kernels::ops::feed_tokens::sampled_by;
+use drafthorse_kernels::ops::map_tokens::map_tokens;
 use drafthorse_kernels::ops::sample;
 use drafthorse_kernels::{DType, Device, Tensor};
 use drafthorse_model::{Batch, BatchInputs, BatchLimits, Forward, Model, StepSize};
 
-use super::policy::{Holds, Policy};
+use super::policy::{Holds, MAX_DRAFTS, Policy};
 use super::proposer::{Propose, ProposeRow, Proposer};
 use crate::error::Result;
 use crate::row_params::RowParams;
+use crate::slots::Slots;
 
 /// A drafter's model, loaded.
 pub(crate) struct Drafter {
@@ -56,6 +62,8 @@ pub(crate) struct Mtp {
     greedy: RowParams,
     ids: Tensor,
     ids_on_host: Readback<i32>,
+    /// Where the host is not told of each draft before the next.
+    on_device: Option<OnDevice>,
     /// By slot: entries up to here hold. Behind the sequence's own KV, it has none that can be used.
     written: Vec<usize>,
     /// By block: all its entries hold, and the hidden state of its last token is kept.
@@ -68,6 +76,21 @@ pub(crate) struct Mtp {
     pass: Pass,
     chains: Vec<Chain>,
 }
+
+/// Drafts that stay on the device until all are made.
+struct OnDevice {
+    /// Draft token to token, `[draft tokens]`, if they differ.
+    tokens: Option<Tensor>,
+    /// `[max drafts * max seqs]`: the first of each chain, then the second of those that have one, and so on.
+    drafts: Tensor,
+    on_host: Readback<i32>,
+    max_seqs: usize,
+    /// Drafts that are on their way, by slot, as places in `drafts`.
+    coming: Vec<(Slot, Places)>,
+}
+
+/// Of a chain's drafts; as many as it has mean something.
+type Places = [u32; MAX_DRAFTS];
 
 /// One pass of the drafter, on the host.
 #[derive(Default)]
@@ -93,8 +116,9 @@ struct Chain {
     position: usize,
     num_drafts: usize,
     most: usize,
-    /// Its newest draft.
+    /// Its newest draft, or on a device what stands for it.
     draft: i32,
+    places: Places,
 }
 
 impl MtpSizes {
@@ -149,6 +173,7 @@ impl Mtp {
             whole: vec![false; sizes.num_blocks],
             pass: Pass::default(),
             chains: Vec::with_capacity(sizes.max_seqs),
+            on_device: if *device == Device::Cpu { None } else { Some(OnDevice::new(device, &drafter, sizes)?) },
             drafter,
             sizes,
         })
@@ -226,7 +251,8 @@ impl Mtp {
         if row.wants_drafts && end == computed + 1 && most > 0 {
             let row_of_pass = pass.token_ids.len() as u32 - 1;
             let (slot, position) = (row.slot, end - 1);
-            self.chains.push(Chain { slot, row: row_of_pass, position, num_drafts: 0, most, draft: -1 });
+            let places = Places::default();
+            self.chains.push(Chain { slot, row: row_of_pass, position, num_drafts: 0, most, draft: -1, places });
         }
     }
 
@@ -251,6 +277,9 @@ impl Mtp {
             block_tables: &block_tables,
             logit_rows: &[],
         })?;
+        if let Some(on_device) = &self.on_device {
+            self.batch.feed_tokens(&on_device.drafts)?;
+        }
         let out = self.drafter.model.forward(&mut with(step, &self.batch, input))?;
         let last: Vec<(u32, u32)> = (0..).zip(&self.chains).map(|(to, chain)| (chain.row, to)).collect();
         Ok(copy_rows_from(&out, hidden, &last)?)
@@ -266,6 +295,10 @@ impl Mtp {
             let logits = self.drafter.model.logits(&wanted, &mut with(step, &self.batch, hidden))?;
             let (ids, workspace) = (&mut self.ids.rows_mut(0..num_rows), step.forward.workspace);
             self.greedy.with(num_rows, |params| sample::sample(&logits, params, ids, workspace))?;
+            if let Some(on_device) = &mut self.on_device {
+                on_device.keep(first, ids, &mut self.chains[rows])?;
+                continue;
+            }
             let ids = self.ids_on_host.read(ids)?;
             for (chain, &id) in self.chains[rows].iter_mut().zip(ids) {
                 chain.draft = match (&self.drafter.tokens, usize::try_from(id)) {
@@ -282,18 +315,22 @@ impl Mtp {
         let mut moves = Vec::new();
         let mut row = 0;
         self.pass.clear();
+        let on_device = &mut self.on_device;
         self.chains.retain_mut(|chain| {
             row += 1;
             // No number came of it: there is nothing to go on with.
-            if chain.draft < 0 {
+            if chain.draft < 0 && on_device.is_none() {
                 return false;
             }
             step.slots.draft(chain.slot, |_, drafts| {
-                drafts[chain.num_drafts] = chain.draft;
+                drafts[chain.num_drafts] = chain.draft.max(0);
                 chain.num_drafts + 1
             });
             chain.num_drafts += 1;
             if chain.num_drafts == chain.most {
+                if let Some(on_device) = on_device {
+                    on_device.coming.push((chain.slot, chain.places));
+                }
                 return false;
             }
             chain.position += 1;
@@ -308,6 +345,35 @@ impl Mtp {
             true
         });
         Ok(copy_rows(hidden, &moves)?)
+    }
+}
+
+impl OnDevice {
+    fn new(device: &Device, drafter: &Drafter, sizes: MtpSizes) -> Result<Self> {
+        let tokens = drafter.tokens.as_ref().map(|tokens| {
+            let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+            Tensor::from_slice(device, "draft tokens", &tokens, [tokens.len()])
+        });
+        let most = sizes.max_drafts * sizes.max_seqs;
+        Ok(OnDevice {
+            tokens: tokens.transpose()?,
+            drafts: Tensor::zeros(device, "drafts", [most], DType::I32)?,
+            on_host: Readback::new(device, most)?,
+            max_seqs: sizes.max_seqs,
+            coming: Vec::with_capacity(sizes.max_seqs),
+        })
+    }
+
+    /// Keeps the drafts that were picked as `ids` for some chains, of which `first` come before.
+    fn keep(&mut self, first: usize, ids: &Tensor, chains: &mut [Chain]) -> Result<()> {
+        let Some(chain) = chains.first() else { return Ok(()) };
+        let first = chain.num_drafts * self.max_seqs + first;
+        map_tokens(ids, self.tokens.as_ref(), &mut self.drafts.rows_mut(first..first + chains.len()))?;
+        for (place, chain) in (first..).zip(chains) {
+            chain.places[chain.num_drafts] = place as u32;
+            chain.draft = sampled_by(place);
+        }
+        Ok(())
     }
 }
 
@@ -369,7 +435,28 @@ impl Proposer for Mtp {
         if let (Some(most), true, true) = (self.most, step.decode.is_some(), num_chains == step.rows.len()) {
             self.policy.learn_proposal(num_chains, most, started.elapsed());
         }
+        if let Some(OnDevice { drafts, on_host, coming, .. }) = &mut self.on_device
+            && !coming.is_empty()
+        {
+            on_host.begin(drafts)?;
+        }
         Ok(())
+    }
+
+    fn collect(&mut self, slots: &mut Slots) -> Result<()> {
+        let Some(OnDevice { on_host, coming, .. }) = &mut self.on_device else { return Ok(()) };
+        if coming.is_empty() {
+            return Ok(());
+        }
+        let drafts = on_host.wait()?;
+        for (slot, places) in coming.drain(..) {
+            slots.replace_drafts(slot, places.iter().map(|&place| drafts[place as usize]));
+        }
+        Ok(())
+    }
+
+    fn warmed_up(&mut self) {
+        self.policy.forget();
     }
 }
 

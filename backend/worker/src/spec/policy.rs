@@ -78,6 +78,11 @@ impl Policy {
         }
     }
 
+    /// Begins anew.
+    pub fn forget(&mut self) {
+        *self = Policy::new(self.max_drafts, self.adaptive, self.token_share);
+    }
+
     /// What a new sequence is believed to be like.
     pub fn holds(&self) -> Holds {
         self.holds

@@ -56,4 +56,16 @@ pub trait Proposer: Send {
     /// # Errors
     /// If the drafter's model fails: that ends the group.
     fn propose(&mut self, step: &mut Propose<'_>) -> Result<()>;
+
+    /// Puts the drafts in place that were still on their way from the device when [`propose`](Self::propose) returned. Until then a slot
+    /// has as many as there will be, of any value.
+    ///
+    /// # Errors
+    /// As [`propose`](Self::propose).
+    fn collect(&mut self, _slots: &mut Slots) -> Result<()> {
+        Ok(())
+    }
+
+    /// Forgets what it has measured: until now kernels and libraries were loaded.
+    fn warmed_up(&mut self) {}
 }

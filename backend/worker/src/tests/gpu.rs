@@ -12,9 +12,11 @@ use super::engine::{Engine, Job, Schedule, small};
 use crate::config::{ActivationDtype, DeviceKind, WorkerConfig};
 use crate::graphs::SIZES;
 use crate::rank::spawn;
+use crate::spec::SpeculateConfig;
 
-/// The folder of a checkpoint, for the test that wants a real one.
+/// The folder of a checkpoint, for the tests that want a real one, and that of an MTP module for it.
 const CHECKPOINT: &str = "DRAFTHORSE_TEST_CHECKPOINT";
+const DRAFT: &str = "DRAFTHORSE_TEST_DRAFT";
 
 fn on_gpu(dir: &Path) -> WorkerConfig {
     WorkerConfig {
@@ -213,4 +215,49 @@ fn a_checkpoint_goes_on_as_on_the_cpu() {
     }
     println!("{agreed} tokens alike of {}", 2 * on_cpu.iter().map(|outcome| outcome.tokens.len()).sum::<usize>());
     assert!(agreed > 0);
+}
+
+#[test]
+#[ignore = "needs a GPU, and the folders of a checkpoint and of a draft for it in DRAFTHORSE_TEST_CHECKPOINT and DRAFTHORSE_TEST_DRAFT"]
+fn a_checkpoint_with_drafts_goes_on_as_without() {
+    let folder = |name| std::env::var_os(name).unwrap_or_else(|| panic!("{name} names a folder"));
+    let (dir, draft) = (folder(CHECKPOINT), folder(DRAFT));
+    let mut jobs: Vec<Job> = jobs(40_000, 60);
+    for job in &mut jobs {
+        job.sampling.temperature = 0.0;
+    }
+    let run = |device, num_drafts| {
+        let change = |config: &mut WorkerConfig| {
+            (config.device, config.dtype) = (device, ActivationDtype::Bfloat16);
+            if num_drafts > 0 {
+                config.speculate = SpeculateConfig {
+                    method: "mtp".into(),
+                    max_draft_token_num: num_drafts,
+                    adaptive: false,
+                    draft_dir: Some(draft.clone().into()),
+                    ..SpeculateConfig::default()
+                };
+            }
+        };
+        let mut engine = engine(Path::new(&dir), change);
+        let outcomes = engine.serve(&jobs, Schedule::together());
+        (outcomes, engine.num_held as f64 / engine.num_drafts.max(1) as f64)
+    };
+    let (plain, _) = run(DeviceKind::Cuda(0), 0);
+    let (_, held_on_cpu) = run(DeviceKind::Cpu, 3);
+    for num_drafts in [1, 3] {
+        let (drafted, held) = run(DeviceKind::Cuda(0), num_drafts);
+        let mut alike = 0;
+        for (drafted, plain) in drafted.iter().zip(&plain) {
+            assert!(drafted.error.is_none() && drafted.tokens.len() == plain.tokens.len());
+            alike += drafted.tokens.iter().zip(&plain.tokens).take_while(|(drafted, plain)| drafted == plain).count();
+        }
+        let all: usize = plain.iter().map(|outcome| outcome.tokens.len()).sum();
+        println!(
+            "{num_drafts} drafts: {alike} tokens of {all} before the first that differs, {held:.3} of the drafts held"
+        );
+        // More rows are rounded otherwise, so that near-ties may fall otherwise, and all that follows them.
+        assert!(alike * 2 > all, "{alike} of {all} tokens");
+        assert!(num_drafts == 1 || (held - held_on_cpu).abs() < 0.1, "{held} held, on the CPU {held_on_cpu}");
+    }
 }

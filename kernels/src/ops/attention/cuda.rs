@@ -1,6 +1,6 @@
 //! Launches `decode.cu` for sequences of few query tokens in the step; for the others `prefill_wgmma.cu` on Hopper, else `prefill.cu`.
 
-use super::{Heads, OP, Ragged};
+use super::{FirstKey, Heads, OP, Ragged};
 use crate::device::cuda::{Arg, COUNTERS, CudaDevice, Launch, TensorMap};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
@@ -37,6 +37,7 @@ pub(super) fn is_decode(max_tokens_per_seq: usize, heads: Heads) -> bool {
 /// The step's keys and values are in the cache.
 pub(super) fn attention(
     device: &CudaDevice,
+    first: FirstKey,
     qkv: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -47,18 +48,24 @@ pub(super) fn attention(
     workspace: &Workspace,
 ) -> Result<()> {
     if is_decode(ragged.max_tokens_per_seq, heads) {
-        return decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace);
+        return decode(device, first, qkv, k, v, None, ragged, heads, scale, y, workspace);
     }
-    prefill(device, qkv, k, v, ragged, heads, scale, y)?;
+    prefill(device, first, qkv, k, v, ragged, heads, scale, y)?;
     if ragged.num_seqs() > 1 {
         // The sequences that prefill leaves out; the kernel leaves out the others.
-        decode(device, qkv, k, v, None, ragged, heads, scale, y, workspace)?;
+        decode(device, first, qkv, k, v, None, ragged, heads, scale, y, workspace)?;
     }
     Ok(())
 }
 
+/// The first position whose key is seen.
+fn position(first: FirstKey) -> Arg<'static> {
+    u32::from(first == FirstKey::LeftOut).into()
+}
+
 fn prefill(
     device: &CudaDevice,
+    first: FirstKey,
     qkv: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -90,7 +97,7 @@ fn prefill(
         #[rustfmt::skip]
         let args = [
             (&k_map).into(), (&v_map).into(), qkv, k_arg, v_arg, cu_tokens, kv_lens, block_tables, y, counter,
-            seqs, num_heads, num_kv_heads, n_block_size, max_blocks, least_rows, scale.into(),
+            seqs, num_heads, num_kv_heads, n_block_size, max_blocks, least_rows, position(first), scale.into(),
         ];
         let most_tiles = most_rows.div_ceil(WGMMA_ROWS) * ragged.num_seqs() * heads.num_kv_heads;
         // Two tiles of queries, two of keys and two of values; one more KiB, since tiles begin at whole ones.
@@ -109,7 +116,7 @@ fn prefill(
     #[rustfmt::skip]
     let args = [
         qkv, k_arg, v_arg, cu_tokens, kv_lens, block_tables, y,
-        num_heads, num_kv_heads, n_block_size, max_blocks, least_rows, scale.into(),
+        num_heads, num_kv_heads, n_block_size, max_blocks, least_rows, position(first), scale.into(),
     ];
     let launch =
         Launch::new([heads.num_kv_heads, ragged.num_seqs(), most_rows.div_ceil(PREFILL_ROWS)], 32 * WARPS as u32)
@@ -132,6 +139,7 @@ fn head_dim(got: usize) -> KernelError {
 /// Sequences of more query rows than there is a kernel for are left out.
 pub(super) fn decode(
     device: &CudaDevice,
+    first: FirstKey,
     qkv: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -191,6 +199,7 @@ pub(super) fn decode(
         num_kv_heads,
         block_size,
         max_blocks,
+        position(first),
         (scale * std::f32::consts::LOG2_E).into(),
     ];
     let shared = WARPS * STAGES[each - 1] * 2 * KEYS * row_bytes(heads);
@@ -200,7 +209,7 @@ pub(super) fn decode(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Heads, Ragged, attention, rope_attention};
+    use super::super::{FirstKey, Heads, Ragged, attention_from, rope_attention_from};
     use crate::device::Device;
     use crate::dtype::DType;
     use crate::ops::rope::{RopeParams, RopeScaling, RopeTable};
@@ -217,6 +226,11 @@ mod tests {
 
     /// Caches filled with `past` tokens of each sequence, then one step of `new` more; twice on the GPU.
     fn check(heads: Heads, block_size: usize, lens: &[(usize, usize)]) {
+        check_from(FirstKey::Seen, heads, block_size, lens);
+    }
+
+    /// [`check`], with or without the key at position 0.
+    fn check_from(first: FirstKey, heads: Heads, block_size: usize, lens: &[(usize, usize)]) {
         let (gpu, mut rng) = (gpu(), rng(5));
         let seqs = lens.len();
         let longest = lens.iter().map(|(past, new)| past + new).max().unwrap();
@@ -273,16 +287,17 @@ mod tests {
                     let mut y =
                         Tensor::zeros(device, "y", [tokens, heads.num_heads * heads.head_dim], DType::BF16).unwrap();
                     let scale = 1.0 / (heads.head_dim as f32).sqrt();
-                    attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
+                    attention_from(first, &qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
                     out.0 = y.to_vec().unwrap();
                     let mut again = tensor(device, input, [tokens, heads.qkv_cols()]);
                     let mut fused = tensor(device, &vec![bf16::NAN; out.0.len()], y.shape());
-                    rope_attention(
-                        &mut again, &mut k, &mut v, &positions, &table, &ragged, heads, scale, &mut fused, &workspace,
+                    rope_attention_from(
+                        first, &mut again, &mut k, &mut v, &positions, &table, &ragged, heads, scale, &mut fused,
+                        &workspace,
                     )
                     .unwrap();
                     assert_close("in one launch", &fused.to_vec::<bf16>().unwrap(), &out.0, BOUND);
-                    attention(&qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
+                    attention_from(first, &qkv, &k, &v, &ragged, heads, scale, &mut y, &workspace).unwrap();
                     out.1 = y.to_vec().unwrap();
                 }
             }
@@ -307,6 +322,19 @@ mod tests {
             check(odd, block_size, &[(100, 129), (7, 3)]);
         }
         check(odd, 64, &[(0, 33)]);
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn the_first_key_can_be_left_out() {
+        let llama8b = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let smol = Heads { num_heads: 9, num_kv_heads: 3, head_dim: 64 };
+        let odd = Heads { num_heads: 4, num_kv_heads: 4, head_dim: 96 };
+        for heads in [llama8b, smol, odd] {
+            check_from(FirstKey::LeftOut, heads, 64, &[(1, 1), (130, 1), (9, 1)]);
+            check_from(FirstKey::LeftOut, heads, 16, &[(1, 4), (3, 1), (200, 3)]);
+            check_from(FirstKey::LeftOut, heads, 64, &[(1, 150), (40, 90), (1, 2)]);
+        }
     }
 
     #[test]

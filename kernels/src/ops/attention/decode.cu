@@ -4,6 +4,7 @@
 // Reads    qkv          [tokens, (heads + 2 kv_heads) * kDim] bf16: q first; 16-byte aligned
 //          cos_sin      [max_positions, kDim] f32, cosines first; null if queries are turned and the cache is written already
 // Updates  k, v         [blocks, kv_heads, block_size, kDim]  bf16, 16-byte aligned; only read without cos_sin
+//          no query sees the keys before position first_key, 0 or 1
 //          cu_tokens    [seqs + 1] i32, kv_lens [seqs] i32 (this step's tokens included), block_tables [seqs, max_blocks] i32
 // Writes   y            [tokens, heads * kDim] bf16
 // Updates  counters     [seqs * kv_heads] u32, zero before and after
@@ -29,7 +30,7 @@ constexpr uint32_t kShortestRun = 4;
 constexpr float kMinusInfinity = -INFINITY;
 
 struct Shape {
-    uint32_t seqs, heads, kv_heads, block_size, max_blocks, qkv_row, most_rows;
+    uint32_t seqs, heads, kv_heads, block_size, max_blocks, qkv_row, most_rows, first_key;
     float scale;  // times log2(e)
 };
 
@@ -124,7 +125,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
     using T = Tile<kDim>;
     constexpr int kRows = 16 * kTiles;
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ float merged[kRows][kDim + 4];
+    __shared__ __align__(16) float merged[kRows][kDim + 4];
     __shared__ float of_warp[2][kWarps][kRows];  // maxima, then sums
     __shared__ bool is_last;
 
@@ -152,8 +153,9 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
                     const uint32_t r = p / T::kPieces, piece = p % T::kPieces;
                     const size_t from = (row + r) * kDim + piece * 8;
                     // Zeros past the end: their weight is zero, and zero times what lies there must not be NaN.
-                    copy_async(to + T::offset(r, piece), k + from, key + r < len);
-                    copy_async(to + T::kBytes + T::offset(r, piece), v + from, key + r < len);
+                    const bool valid = key + r < len && key + r >= shape.first_key;
+                    copy_async(to + T::offset(r, piece), k + from, valid);
+                    copy_async(to + T::kBytes + T::offset(r, piece), v + from, valid);
                 }
             }
         }
@@ -178,6 +180,8 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
     for (uint32_t i = run.begin; i < run.end; ++i) {
         const uint32_t first_token = cu_tokens[now.seq], tokens = cu_tokens[now.seq + 1] - first_token, rows = tokens * group;
         const uint32_t len = kv_lens[now.seq];
+        // The lower half of a tile of 16 is empty. Then nothing is done for it, and two warps at once may put their outputs down.
+        const bool narrow = kTiles == 1 && rows <= 8;
         if (i == part_begin) {
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
@@ -192,10 +196,11 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
                 for (int d = 0; d < kDim / 16; ++d)
 #pragma unroll
                     for (int j = 0; j < 4; ++j)
-                        q[t][d][j] = *reinterpret_cast<const uint32_t*>(row[j % 2] + d * 16 + c * 2 + j / 2 * 8);
+                        q[t][d][j] = narrow && j % 2 ? 0 : *reinterpret_cast<const uint32_t*>(row[j % 2] + d * 16 + c * 2 + j / 2 * 8);
                 if (cos_sin)
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
+                        if (narrow && j % 2) continue;
                         const uint32_t r = t * 16 + j % 2 * 8 + g < rows ? t * 16 + j % 2 * 8 + g : 0;
                         const float* cosines = cos_sin + size_t(len - tokens + r / group) * kDim + c * 2 + j / 2 * 8;
 #pragma unroll
@@ -274,8 +279,13 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
             uint32_t p[kTiles][4];
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
+                if (key < shape.first_key && c == 0) s[t][0][0] = s[t][0][2] = kMinusInfinity;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                    if (narrow && half == 1) {
+                        p[t][1] = p[t][3] = 0;
+                        continue;
+                    }
                     const uint32_t r = t * 16 + half * 8 + g;
                     // The last key this row sees. A row past the end sees what row 0 does.
                     const uint32_t last = len - tokens + (r < rows ? r / group : 0);
@@ -324,7 +334,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
 
         const bool pair_ends = now.at + 1 == now.num;
         if (pair_ends || i + 1 == run.end) {
-            // Put the warps' softmaxes together: one maximum for all, then sums in the order of the warps.
+            // Put the warps' softmaxes together: one maximum for all, then sums in the order of the warps, or of two pairs of them.
 #pragma unroll
             for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -343,6 +353,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
                     largest[t][half] = kMinusInfinity;
 #pragma unroll
                     for (int w = 0; w < kWarps; ++w) largest[t][half] = fmaxf(largest[t][half], of_warp[0][w][r]);
+                    if (narrow && half == 1) continue;
                     const float shrink = largest[t][half] == kMinusInfinity ? 0.0f : exp2f(maximum[t][half] - largest[t][half]);
                     if (c == 0) of_warp[1][warp][r] = sum[t][half] * shrink;
 #pragma unroll
@@ -351,7 +362,17 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
                         o[t][d][half * 2 + 1] *= shrink;
                     }
                 }
-            for (uint32_t w = 0; w < kWarps; ++w) {
+            for (uint32_t w = 0; narrow && w < kWarps; w += 2) {
+                if (warp / 2 * 2 == w)
+#pragma unroll
+                    for (int d = 0; d < kDim / 8; ++d) {
+                        float2& place = *reinterpret_cast<float2*>(&merged[warp % 2 * 8 + g][d * 8 + c * 2]);
+                        const float2 before = w == 0 ? float2{0.0f, 0.0f} : place;
+                        place = {before.x + o[0][d][0], before.y + o[0][d][1]};
+                    }
+                __syncthreads();
+            }
+            for (uint32_t w = 0; !narrow && w < kWarps; ++w) {
                 if (warp == w)
 #pragma unroll
                     for (int t = 0; t < kTiles; ++t)
@@ -372,10 +393,11 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
                 for (int w = 0; w < kWarps; ++w) total += of_warp[1][w][r], top = fmaxf(top, of_warp[0][w][r]);
                 bf16* to = y + size_t(first_token + r / group) * shape.heads * kDim + (now.head * group + r % group) * kDim;
                 for (uint32_t d = lane; d < kDim; d += 32) {
+                    const float sum_of_warps = narrow ? merged[r][d] + merged[kRows / 2 + r][d] : merged[r][d];
                     if (whole)
-                        to[d] = __float2bfloat16(merged[r][d] / total);
+                        to[d] = __float2bfloat16(sum_of_warps / total);
                     else
-                        parts[(size_t(slot) * kRows + r) * kDim + d] = merged[r][d];
+                        parts[(size_t(slot) * kRows + r) * kDim + d] = sum_of_warps;
                 }
                 if (!whole && lane == 0) {
                     maxima_sums[(size_t(slot) * kRows + r) * 2] = top;
@@ -429,8 +451,8 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, bf16* __res
     decode_##dim##_##tiles##_##blocks(bf16* qkv, bf16* k, bf16* v, const float* cos_sin, const int* cu_tokens, const int* kv_lens,        \
                                       const int* block_tables, bf16* y, float* parts, float* maxima_sums, uint32_t* counters,             \
                                       uint32_t seqs, uint32_t heads, uint32_t kv_heads, uint32_t block_size, uint32_t max_blocks,          \
-                                      float scale) {                                                                                      \
-        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, 16 * tiles, scale};             \
+                                      uint32_t first_key, float scale) {                                                                  \
+        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, 16 * tiles, first_key, scale};  \
         decode<dim, tiles, stages>(qkv, k, v, cos_sin, cu_tokens, kv_lens, block_tables, y, parts, maxima_sums, counters, shape);          \
     }
 

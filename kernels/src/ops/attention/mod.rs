@@ -94,11 +94,11 @@ pub enum FirstKey {
     LeftOut,
 }
 
-/// [`attention`], with the key at position 0 or as if it were not there. Left out, its score is minus infinity, and its value is not
-/// read; the query at position 0 then has no result.
+/// [`attention`], with the key at position 0 or as if it were not there. Left out, its score is minus infinity, and its value, which must
+/// be finite, has no weight; the query at position 0 then has no result.
 ///
 /// # Errors
-/// As [`attention`]; `NotOnDevice` if it is to be left out on a GPU.
+/// As [`attention`].
 pub fn attention_from(
     first: FirstKey,
     qkv: &Tensor,
@@ -128,10 +128,7 @@ pub fn attention_from(
                 tiled::attention::<T, C>(qkv, k, v, ragged, heads, first, scale, y, workspace, level, num_threads)?;
             }));
         }
-        Device::Cuda(_) if first != FirstKey::Seen => {
-            return Err(KernelError::NotOnDevice { op: OP, device: "a GPU with the first key left out" });
-        }
-        Device::Cuda(device) => cuda::attention(device, qkv, k, v, ragged, heads, scale, y, workspace)?,
+        Device::Cuda(device) => cuda::attention(device, first, qkv, k, v, ragged, heads, scale, y, workspace)?,
     }
     Ok(())
 }
@@ -154,6 +151,23 @@ pub fn rope_attention(
     y: &mut Tensor,
     workspace: &Workspace,
 ) -> Result<()> {
+    rope_attention_from(FirstKey::Seen, qkv, k, v, positions, table, ragged, heads, scale, y, workspace)
+}
+
+/// [`rope_attention`], with or without the key at position 0.
+pub(crate) fn rope_attention_from(
+    first: FirstKey,
+    qkv: &mut Tensor,
+    k: &mut Tensor,
+    v: &mut Tensor,
+    positions: &Tensor,
+    table: &RopeTable,
+    ragged: &Ragged<'_>,
+    heads: Heads,
+    scale: f32,
+    y: &mut Tensor,
+    workspace: &Workspace,
+) -> Result<()> {
     if let Device::Cuda(device) = qkv.device().clone()
         && cuda::is_decode(ragged.max_tokens_per_seq, heads)
     {
@@ -164,16 +178,16 @@ pub fn rope_attention(
         y.expect_dtype(OP, "y", qkv.dtype())?;
         check_cache(OP, k, v, heads)?;
         ragged.check(OP)?;
-        return cuda::decode(&device, qkv, k, v, Some(table), ragged, heads, scale, y, workspace);
+        return cuda::decode(&device, first, qkv, k, v, Some(table), ragged, heads, scale, y, workspace);
     }
     rope_kv_write(qkv, k, v, positions, table, ragged, heads)?;
-    attention(qkv, k, v, ragged, heads, scale, y, workspace)
+    attention_from(first, qkv, k, v, ragged, heads, scale, y, workspace)
 }
 
 /// [`rope_attention`] without the key at position 0, for drafters; see [`FirstKey`].
 ///
 /// # Errors
-/// Those of the two; `NotOnDevice` on a GPU.
+/// As [`rope_attention`].
 pub fn rope_attention_after_first(
     qkv: &mut Tensor,
     k: &mut Tensor,
@@ -186,6 +200,5 @@ pub fn rope_attention_after_first(
     y: &mut Tensor,
     workspace: &Workspace,
 ) -> Result<()> {
-    rope_kv_write(qkv, k, v, positions, table, ragged, heads)?;
-    attention_from(FirstKey::LeftOut, qkv, k, v, ragged, heads, scale, y, workspace)
+    rope_attention_from(FirstKey::LeftOut, qkv, k, v, positions, table, ragged, heads, scale, y, workspace)
 }

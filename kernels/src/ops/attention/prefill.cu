@@ -2,6 +2,7 @@
 //
 // Reads    qkv          [tokens, (heads + 2 kv_heads) * kDim] bf16: q first, turned; 16-byte aligned
 //          k, v         [blocks, kv_heads, block_size, kDim] bf16, 16-byte aligned
+//          no query sees the keys before position first_key, 0 or 1
 //          cu_tokens    [seqs + 1] i32, kv_lens [seqs] i32 (this step's tokens included), block_tables [seqs, max_blocks] i32
 // Writes   y            [tokens, heads * kDim] bf16, of sequences with at least `least_rows` query rows
 // Needs    block_size a multiple of 16
@@ -21,7 +22,7 @@ constexpr int kKeys = 64;
 constexpr float kMinusInfinity = -INFINITY;
 
 struct Shape {
-    uint32_t heads, kv_heads, block_size, max_blocks, qkv_row, least_rows;
+    uint32_t heads, kv_heads, block_size, max_blocks, qkv_row, least_rows, first_key;
     float scale;  // times log2(e)
 };
 
@@ -70,7 +71,7 @@ __device__ __forceinline__ void prefill(const bf16* __restrict__ qkv, const bf16
 #pragma unroll
         for (uint32_t i = 0; i < kKeys * T::kPieces / (kWarps * 32); ++i) {
             const uint32_t p = threadIdx.x + i * kWarps * 32, r = p / T::kPieces, piece = p % T::kPieces, key = at * kKeys + r;
-            const bool valid = key < len;
+            const bool valid = key < len && key >= shape.first_key;
             const uint32_t block = valid ? table[key / shape.block_size] : 0;
             const size_t from = ((size_t(block) * shape.kv_heads + head) * shape.block_size + key % shape.block_size) * kDim + piece * 8;
             copy_async(to + T::offset(r, piece), k + from, valid);
@@ -115,6 +116,9 @@ __device__ __forceinline__ void prefill(const bf16* __restrict__ qkv, const bf16
                 }
             }
         }
+        if (at < shape.first_key && c == 0)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) s[t][0][0] = s[t][0][2] = kMinusInfinity;
         if (at * kKeys + kKeys - 1 > before + warp_row / group) {
 #pragma unroll
             for (int t = 0; t < 2; ++t)
@@ -189,8 +193,8 @@ __device__ __forceinline__ void prefill(const bf16* __restrict__ qkv, const bf16
     extern "C" __global__ void __launch_bounds__(kWarps * 32, 2)                                                                     \
     prefill_##dim(const bf16* qkv, const bf16* k, const bf16* v, const int* cu_tokens, const int* kv_lens, const int* block_tables,  \
                   bf16* y, uint32_t heads, uint32_t kv_heads, uint32_t block_size, uint32_t max_blocks, uint32_t least_rows,          \
-                  float scale) {                                                                                                     \
-        const Shape shape = {heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, least_rows, scale};              \
+                  uint32_t first_key, float scale) {                                                                                 \
+        const Shape shape = {heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, least_rows, first_key, scale};   \
         prefill<dim>(qkv, k, v, cu_tokens, kv_lens, block_tables, y, shape);                                                         \
     }
 

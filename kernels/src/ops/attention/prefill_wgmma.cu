@@ -3,6 +3,7 @@
 // Reads    qkv          [tokens, (heads + 2 kv_heads) * kDim] bf16: q first, turned; 16-byte aligned
 //          k, v         [blocks, kv_heads, block_size, kDim] bf16, as addresses and as maps of tiles of 64 columns of
 //                       min(block_size, 128) rows, swizzled by 128 bytes
+//          no query sees the keys before position first_key, 0 or 1; what lies there is finite
 //          cu_tokens    [seqs + 1] i32, kv_lens [seqs] i32 (this step's tokens included), block_tables [seqs, max_blocks] i32
 // Writes   y            [tokens, heads * kDim] bf16, of sequences with at least `least_rows` query rows
 // Updates  counter      u32, zero before and after
@@ -26,7 +27,7 @@ constexpr uint32_t kGroup = 128;  // threads of a warpgroup
 constexpr uint32_t kConsumers = 2;
 
 struct Shape {
-    uint32_t seqs, heads, kv_heads, block_size, max_blocks, qkv_row, least_rows;
+    uint32_t seqs, heads, kv_heads, block_size, max_blocks, qkv_row, least_rows, first_key;
     float scale;  // times log2(e)
 };
 
@@ -215,7 +216,7 @@ struct Softmax {
             for (int n = 0; n < kKeys / 8; ++n) largest = fmaxf(largest, fmaxf(s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            // Every row sees the first key, so the largest is finite from the first turn on.
+            // Every row sees a key of the first turn, so the largest is finite from then on.
             const float base = largest * scale;
             shrink[half] = power_of_2(maximum[half] * scale - base);
             maximum[half] = largest;
@@ -277,6 +278,7 @@ __device__ __forceinline__ void attend(const int* cu_tokens, const int* kv_lens,
             commit_products();
         };
         const auto mask = [&](uint32_t n) {
+            if (n < shape.first_key && c == 0) s[0] = s[2] = kMinusInfinity;
             if (n * kKeys + kKeys - 1 <= all_see) return;
 #pragma unroll
             for (int i = 0; i < int(kKeys) / 2; ++i)
@@ -415,8 +417,8 @@ __device__ __forceinline__ void prefill(const TensorMap* k_map, const TensorMap*
     prefill_wgmma_##dim(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const bf16* qkv, const bf16* k, \
                         const bf16* v, const int* cu_tokens, const int* kv_lens, const int* block_tables, bf16* y, uint32_t* counter,        \
                         uint32_t seqs, uint32_t heads, uint32_t kv_heads, uint32_t block_size, uint32_t max_blocks, uint32_t least_rows,     \
-                        float scale) {                                                                                                     \
-        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, least_rows, scale};              \
+                        uint32_t first_key, float scale) {                                                                                 \
+        const Shape shape = {seqs, heads, kv_heads, block_size, max_blocks, (heads + 2 * kv_heads) * dim, least_rows, first_key, scale};   \
         prefill<dim>(&k_map, &v_map, qkv, k, v, cu_tokens, kv_lens, block_tables, y, counter, shape);                                       \
     }
 

@@ -1,9 +1,10 @@
 //! Rows side by side: what a drafter's input layer reads, the embedding of a token and the hidden state before it.
 
 mod cpu;
+mod cuda;
 
 use crate::device::Device;
-use crate::error::{KernelError, Result};
+use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::with_float;
 
@@ -17,16 +18,16 @@ const OP: &str = "concat";
 /// | `y`      | `[tokens, 2n]` | as `a`      | written |
 ///
 /// # Errors
-/// `Shape`, `DType`; `NotOnDevice` on a GPU.
+/// `Shape`, `DType`; on a GPU `NotMultiple` if a row is not a multiple of 16 bytes.
 pub fn concat(a: &Tensor, b: &Tensor, y: &mut Tensor) -> Result<()> {
     let (tokens, cols) = a.rows_cols();
     b.expect_shape(OP, "b", [tokens, cols])?;
     b.expect_dtype(OP, "b", a.dtype())?;
     y.expect_shape(OP, "y", [tokens, 2 * cols])?;
     y.expect_dtype(OP, "y", a.dtype())?;
-    match a.device() {
+    match a.device().clone() {
         Device::Cpu => with_float!(OP, "a", a.dtype(), T => cpu::concat::<T>(a, b, y)),
-        Device::Cuda(_) => return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" }),
+        Device::Cuda(device) => return cuda::concat(&device, a, b, y),
     }
     Ok(())
 }
