@@ -1,4 +1,4 @@
-//! Compiles each `src/ops/*/*.cu` to one fatbin and embeds it.
+//! Compiles each `src/ops/*/*.cu`, and what the device itself needs, to one fatbin and embeds it.
 //!
 //! nvcc is `NVCC`, or `$CUDA_HOME/bin/nvcc`, or what `kernels/toolchain.sh` installed, or the first on `PATH`. Without one the crate
 //! still builds, for the CPU alone; `DRAFTHORSE_REQUIRE_NVCC=1` makes that an error. `DRAFTHORSE_CUDA_ARCHS` lists targets, `90a` by
@@ -22,7 +22,7 @@ fn main() {
 
     let archs = env::var("DRAFTHORSE_CUDA_ARCHS").unwrap_or_else(|_| "90a".into());
     let archs: Vec<&str> = archs.split([',', ' ']).filter(|arch| !arch.is_empty()).collect();
-    let sources = sources(&root.join("src/ops"));
+    let sources = sources(&root.join("src"));
     let fatbins = match find_nvcc(&root) {
         Some(nvcc) => compile_all(&nvcc, &root, &out, &sources, &archs),
         None if env::var("DRAFTHORSE_REQUIRE_NVCC").is_ok_and(|value| value == "1") => {
@@ -46,11 +46,12 @@ fn main() {
     fs::write(out.join("fatbins.rs"), table).expect("OUT_DIR is writable");
 }
 
-/// Every `.cu` below `ops`, named by its stem, in a fixed order.
-fn sources(ops: &Path) -> Vec<(String, PathBuf)> {
+/// Every `.cu` of an op and of the device, named by its stem, in a fixed order.
+fn sources(src: &Path) -> Vec<(String, PathBuf)> {
     let mut sources = Vec::new();
-    for op in fs::read_dir(ops).expect("src/ops exists").flatten().filter(|op| op.path().is_dir()) {
-        for file in fs::read_dir(op.path()).expect("it was listed").flatten().map(|file| file.path()) {
+    let ops = fs::read_dir(src.join("ops")).expect("src/ops exists").flatten().map(|op| op.path());
+    for dir in ops.filter(|op| op.is_dir()).chain([src.join("device/cuda")]) {
+        for file in fs::read_dir(dir).expect("it was listed").flatten().map(|file| file.path()) {
             if file.extension().is_some_and(|extension| extension == "cu") {
                 let stem = file.file_stem().expect("it has an extension").to_string_lossy().into_owned();
                 sources.push((stem, file));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use super::{CudaDevice, failed};
+use super::{CudaDevice, Launch, failed};
 use crate::dtype::Element;
 use crate::error::{KernelError, Result};
 
@@ -61,6 +61,10 @@ impl CudaDevice {
     /// # Safety
     /// `to` must be the start of as many bytes of this device's memory, and `from` must stay as it is until the stream has passed.
     pub(crate) unsafe fn write_later(&self, to: *mut u8, from: &[u8]) -> Result<()> {
+        if is_small(from.as_ptr(), to, from.len()) {
+            // SAFETY: the caller's promise; page-locked memory has the same address on the device.
+            return unsafe { self.transfer(from.as_ptr() as u64, to as u64, from.len()) };
+        }
         self.bind()?;
         // SAFETY: the caller's promise.
         unsafe { result::memcpy_htod_async(to as sys::CUdeviceptr, from, self.stream) }
@@ -84,12 +88,27 @@ impl CudaDevice {
     /// `from` must be the start of `to.len()` bytes of this device's memory, and `to` must be left alone until the stream has passed.
     pub(crate) unsafe fn read_later(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
         self.bind()?;
-        if to.is_empty() {
-            return Ok(());
+        if is_small(from, to.as_ptr(), to.len()) {
+            // SAFETY: as above.
+            return unsafe { self.transfer(from as u64, to.as_mut_ptr() as u64, to.len()) };
         }
         // SAFETY: the caller's promise.
         unsafe { result::memcpy_dtoh_async(to, from as sys::CUdeviceptr, self.stream) }
             .map_err(failed("cuMemcpyDtoHAsync"))
+    }
+
+    /// Puts a small copy on the stream that no copy engine has a part in.
+    ///
+    /// # Safety
+    /// Both must be the start of `bytes` bytes that this device can address, and must be left alone until the stream has passed.
+    unsafe fn transfer(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        const THREADS: usize = 128;
+        let blocks = bytes.div_ceil(16 * THREADS);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let launch = Launch::new(blocks, THREADS as u32);
+            launch.run(self, "transfer", "transfer", &[from.into(), to.into(), (bytes as u32).into()])
+        }
     }
 
     /// Copies to the host, after all work before it.
@@ -103,6 +122,12 @@ impl CudaDevice {
             .map_err(failed("cuMemcpyDtoHAsync"))?;
         self.synchronize()
     }
+}
+
+/// Whether a copy is better made by a kernel: a copy engine begins later, but is faster from some size on.
+fn is_small(from: *const u8, to: *const u8, bytes: usize) -> bool {
+    const MOST: usize = 256 << 10;
+    bytes <= MOST && bytes.is_multiple_of(4) && (from as usize | to as usize).is_multiple_of(16)
 }
 
 /// Page-locked host memory: copies to and from it run beside the host.
