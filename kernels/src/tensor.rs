@@ -185,8 +185,8 @@ impl Tensor {
         unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr().cast(), self.shape.num_elements()) }
     }
 
-    /// The address in its device's own numbering, for kernels.
-    pub(crate) fn device_address(&self) -> u64 {
+    /// The address in its device's own numbering: for kernels, and to tell whether two tensors lie in the same place.
+    pub fn device_address(&self) -> u64 {
         self.address.as_ptr() as u64
     }
 

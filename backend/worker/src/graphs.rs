@@ -20,6 +20,8 @@ pub(crate) enum Part {
     Whole,
     /// Up to the logits, so that masks may come while it runs.
     Forward,
+    /// Up to the logits of all tokens, so many of each sequence: what verifies drafts.
+    Drafted(usize),
     /// What then picks tokens, by masks. After each `Forward` of its size, so that both are recorded in the same step, and the logits
     /// that one leaves are those that the other reads.
     Pick,
@@ -31,12 +33,35 @@ pub(crate) struct Graphs {
     eager: bool,
     /// `None`: came once.
     recordings: BTreeMap<(usize, Part), Option<Recording>>,
+    /// Where recorded parts leave what others read.
+    left: BTreeMap<(usize, Part), Left>,
 }
+
+/// Addresses of a step's hidden states and logits.
+pub(crate) type Left = [u64; 2];
+
+/// Tokens up to which steps with drafts are recorded: few sequences wait for the host more than for the device.
+const MOST_DRAFTED: usize = 32;
 
 impl Graphs {
     /// With `eager` steps are padded alike, but nothing is recorded.
     pub fn new(device: &Device, eager: bool) -> Self {
-        Graphs { device: device.clone(), eager, recordings: BTreeMap::new() }
+        Graphs { device: device.clone(), eager, recordings: BTreeMap::new(), left: BTreeMap::new() }
+    }
+
+    /// Whether steps of so many tokens with drafts among them are recorded.
+    pub fn takes_drafted(&self, num_tokens: usize) -> bool {
+        self.device != Device::Cpu && !self.eager && num_tokens <= MOST_DRAFTED
+    }
+
+    /// Where the part left its results when it was recorded.
+    pub fn left(&self, size: usize, part: Part) -> Option<Left> {
+        self.left.get(&(size, part)).copied()
+    }
+
+    /// Notes where a part, that was not replayed, leaves its results.
+    pub fn note_left(&mut self, size: usize, part: Part, left: Left) {
+        self.left.insert((size, part), left);
     }
 
     /// The size that a step of so many rows is padded to, if such steps are replayed on this device. At most `max_rows`.

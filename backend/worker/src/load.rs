@@ -247,6 +247,8 @@ pub(crate) fn assemble(
             propose_rows: Vec::with_capacity(max_seqs),
             kept_rows: Vec::with_capacity(max_seqs),
             max_model_len,
+            vocab_size,
+            hidden: (hidden, dtype),
             last_step: 0,
             in_flight: VecDeque::with_capacity(MAX_IN_FLIGHT),
             stopwatches,

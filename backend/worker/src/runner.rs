@@ -14,7 +14,7 @@ use drafthorse_control::{
 use drafthorse_kernels::device::Stopwatch;
 use drafthorse_kernels::ops::copy_rows::copy;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
-use drafthorse_kernels::{Communicator, Tensor, Workspace};
+use drafthorse_kernels::{Communicator, DType, Tensor, Workspace};
 use drafthorse_model::{Batch, Forward, KvCache, Model};
 
 use crate::checksum::Checksum;
@@ -48,6 +48,9 @@ pub(crate) struct Runner {
     pub kept_rows: Vec<(u32, u32)>,
     pub graphs: Graphs,
     pub max_model_len: usize,
+    pub vocab_size: usize,
+    /// Width and type of hidden states.
+    pub hidden: (usize, DType),
     /// The step launched last; 0 before the first.
     pub last_step: u64,
     pub in_flight: VecDeque<InFlight>,
@@ -344,9 +347,9 @@ impl Runner {
         let mut timing = Timing::default();
         let started = Instant::now();
         if self.batch.num_tokens() > 0 {
-            let hidden = self.forward()?;
+            let (hidden, logits) = self.forward()?;
             timing.forward = started.elapsed();
-            self.sample(&hidden)?;
+            self.sample(&hidden, logits)?;
             self.verify(&hidden, &mut results)?;
             timing.sample = started.elapsed() - timing.forward;
             self.propose(&hidden, started.elapsed(), &mut results)?;
@@ -355,25 +358,51 @@ impl Runner {
         Ok(Work::Done(results, timing))
     }
 
-    /// The hidden states of the batch, `[tokens, hidden]`.
-    fn forward(&mut self) -> Result<Tensor> {
-        let mut cx = Forward {
-            batch: &self.batch,
-            kv: &mut self.kv,
-            workspace: &self.workspace,
-            comm: &*self.comm,
-            target_hidden: None,
-            taps: &mut [],
-        };
-        Ok(self.model.forward(&mut cx)?)
+    /// The hidden states of the batch, `[tokens, hidden]`, and if they were recorded with them the logits of all, `[tokens, vocab]`.
+    fn forward(&mut self) -> Result<(Tensor, Option<Tensor>)> {
+        let drafted = self.drafted();
+        let Runner { model, kv, workspace, comm, batch, graphs, .. } = self;
+        let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
+        let Some((size, part)) = drafted else { return Ok((model.forward(&mut cx)?, None)) };
+        let mut made = None;
+        graphs.run(size, part, || {
+            let hidden = model.forward(&mut cx)?;
+            let logits = model.logits(&hidden, &mut cx)?;
+            made = Some((hidden, logits));
+            Ok(())
+        })?;
+        if let Some((hidden, logits)) = made {
+            graphs.note_left(size, part, [hidden.device_address(), logits.device_address()]);
+            return Ok((hidden, Some(logits)));
+        }
+        // The workspace gives the same places again for the same takes.
+        let tokens = self.batch.num_tokens();
+        let hidden = self.workspace.take([tokens, self.hidden.0], self.hidden.1)?;
+        let logits = self.workspace.take([tokens, self.vocab_size], DType::F32)?;
+        let places = [hidden.device_address(), logits.device_address()];
+        assert!(self.graphs.left(size, part) == Some(places), "a recorded step has left its results elsewhere");
+        Ok((hidden, Some(logits)))
+    }
+
+    /// What the step is recorded as, if each of its rows has as many tokens as the others, all but one of them drafts.
+    fn drafted(&self) -> Option<(usize, Part)> {
+        let rows = &self.inputs.rows;
+        let each = rows.first().map_or(0, |row| row.tokens.len());
+        let tokens = self.batch.num_tokens();
+        let is_alike = |row: &PlannedRow| row.tokens.len() == each && row.num_drafts + 1 == each && row.wants_token;
+        let is_whole = each > 1 && rows.iter().all(is_alike) && self.inputs.logits.len() == tokens;
+        (is_whole && self.graphs.takes_drafted(tokens)).then_some((rows.len(), Part::Drafted(each)))
     }
 
     /// Logits of the rows that want them, as many at a time as the workspace is planned for; then tokens and
-    /// log-probabilities, which the sampler keeps.
-    fn sample(&mut self, hidden: &Tensor) -> Result<()> {
+    /// log-probabilities, which the sampler keeps. `logits` are those of all rows, if they are there already.
+    fn sample(&mut self, hidden: &Tensor, logits: Option<Tensor>) -> Result<()> {
         let rows = &self.inputs.logits;
         self.sampler.begin();
         self.sampler.fill_masks(&self.inputs.rows, &self.inputs.logits, &mut self.slots);
+        if let Some(mut logits) = logits {
+            return self.sampler.sample(rows, &mut logits, &self.slots, &self.workspace);
+        }
         let (_, width) = hidden.rows_cols();
         let mut next = 0;
         while next < rows.len() {

@@ -120,7 +120,7 @@ fn decode(device: &Device, random: &mut Random, shape: &Shape) -> Result<()> {
         let mut gated = empty(inner, DType::BF16)?;
         let mut squares = empty(hidden / 16, DType::F32)?;
         let mut logits = empty(shape.vocab, DType::F32)?;
-        let us = timer.whole(|| {
+        let (us, in_a_row) = timer.alone_and_in_a_row(|| {
             let spreads = seqs <= 8;
             for (i, layer) in layers.iter_mut().enumerate() {
                 let parts = Squares { parts: &squares, eps: 1e-5 };
@@ -155,7 +155,7 @@ fn decode(device: &Device, random: &mut Random, shape: &Shape) -> Result<()> {
         let kv_bytes = seqs * CONTEXT * heads.num_kv_heads * heads.head_dim * 4 * shape.layers;
         let floor = (weight_bytes + kv_bytes) as f64 / READ * 1e6;
         println!(
-            "{:<18} {:<28} {us:>9.1} {:>8.0} {:>6.1}%  {vllm} ms vllm 0.24",
+            "{:<18} {:<28} {us:>9.1} {:>8.0} {:>6.1}%  {in_a_row:.1} in a row; {vllm} ms vllm 0.24",
             "layers + head",
             format!("{} b={seqs} ctx={CONTEXT}", shape.name),
             (weight_bytes + kv_bytes) as f64 / us / 1e3,

@@ -132,7 +132,7 @@ fn attentions(device: &Device, random: &mut Random) -> Result<()> {
                 &format!("b={seqs} ctx={context} q={q}"),
                 us,
                 cache_bytes as f64,
-                &format!("{baseline} us fa3"),
+                &if baseline.is_nan() { String::new() } else { format!("{baseline} us fa3") },
             );
         }
     }
