@@ -62,7 +62,8 @@ pub const SETTINGS: &[Setting] = &[
     setting("eager", "false", "run decoding steps on a GPU op by op, not as recorded graphs"),
     setting("time_device", "false", "measure how long a GPU is busy with each step"),
     setting("memory_bytes", "", "bound on weights, workspace and KV cache together; default none"),
-    setting("max_step_time_ms", "100", "longest step while a stream is decoding; prompts are cut so that it holds"),
+    setting("max_step_time_ms", "100", "longest step while a stream is decoding; prompts are cut so that it holds")
+        .on_gpu("30"),
     setting("max_waiting", "1024", "requests that may wait for a slot; further ones are refused"),
     setting("queue_timeout_ms", "", "longest wait for a request's first step; default none"),
     setting("default_priority", "8", "level of requests that name none; 1 goes first"),
