@@ -25,8 +25,10 @@
 constexpr int kWarps = 4;
 constexpr int kKeys = 16;                 // of a warp's turn
 constexpr int kStretch = kWarps * kKeys;  // of a block's turn
-// A pair this short stays whole: its loads are all on their way at once, and putting parts together would cost more.
+// A block takes no less than this, since putting parts together would cost more; and a pair no longer than kWhole stays whole where there
+// is a block for each.
 constexpr uint32_t kShortestRun = 4;
+constexpr uint32_t kWhole = 8;
 constexpr float kMinusInfinity = -INFINITY;
 
 struct Shape {
@@ -67,13 +69,19 @@ struct Run {
 // Every warp finds the same answer for itself.
 __device__ __forceinline__ Run find_run(const int* cu_tokens, const int* kv_lens, const Shape& shape) {
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t total = 0;
+    uint32_t total = 0, longest = 0;
     for (uint32_t base = 0; base < shape.seqs; base += 32) {
         const uint32_t s = base + lane;
         const uint32_t num = num_stretches(cu_tokens, kv_lens, s, shape);
         total += __reduce_add_sync(~0u, num);
+        longest = max(longest, __reduce_max_sync(~0u, num));
     }
     Run run;
+    if (longest <= kWhole && shape.seqs * shape.kv_heads <= gridDim.x) {
+        const uint32_t seq = blockIdx.x / shape.kv_heads, num = num_stretches(cu_tokens, kv_lens, seq, shape);
+        run = {total * shape.kv_heads, kWhole, 0, num, {seq, blockIdx.x % shape.kv_heads, 0, num}, 0};
+        return run;
+    }
     run.total = total * shape.kv_heads;
     run.each = max((run.total + gridDim.x - 1) / gridDim.x, kShortestRun);
     run.begin = min(blockIdx.x * run.each, run.total);
