@@ -45,8 +45,7 @@ mod tests {
             let run = |device: &Device| {
                 let mut logits = Tensor::from_slice(device, "logits", &logits, [num_rows, vocab]).unwrap();
                 let masks = Tensor::from_slice(device, "masks", &masks, [num_rows]).unwrap();
-                let bits =
-                    Tensor::from_slice(device, "bits", &bits, [num_masks as usize, num_words(vocab)]).unwrap();
+                let bits = Tensor::from_slice(device, "bits", &bits, [num_masks as usize, num_words(vocab)]).unwrap();
                 mask(&mut logits, &masks, &bits).unwrap();
                 logits.to_vec::<f32>().unwrap()
             };
