@@ -161,7 +161,7 @@ pub(super) fn decode(
     let multiprocessors = device.num_multiprocessors() as usize;
     // Where each block puts several pairs together, a second one keeps the memory busy meanwhile.
     let has_second = tiles == 1 && heads.head_dim != 96;
-    let each = if has_second && pairs >= 2 * multiprocessors { 2 } else { 1 };
+    let each = if has_second && pairs > multiprocessors { 2 } else { 1 };
     let kernel = match (heads.head_dim, tiles, each) {
         (64, 1, 2) => "decode_64_1_2",
         (64, 1, _) => "decode_64_1_1",
