@@ -65,6 +65,12 @@ impl F32x16 for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn fold(self) -> f32 {
+        // SAFETY: see above.
+        unsafe { fold_8(_mm256_add_ps(self.0, self.1)) }
+    }
+
+    #[inline(always)]
     unsafe fn load_f16(from: *const u8) -> Self {
         // SAFETY: see above.
         unsafe {
@@ -163,5 +169,19 @@ impl F32x16 for Avx2 {
     unsafe fn prefetch(from: *const u8) {
         // SAFETY: see above; a prefetch of a bad address does nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
+    }
+}
+
+/// Halves are added until one is left.
+///
+/// # Safety
+/// The CPU must have AVX.
+#[inline(always)]
+pub(super) unsafe fn fold_8(eight: __m256) -> f32 {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
     }
 }

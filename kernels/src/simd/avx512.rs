@@ -3,6 +3,7 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
+use super::avx2::fold_8;
 use super::{F32x16, Kernel};
 
 /// Compiles `kernel` for these instructions and runs it.
@@ -59,6 +60,15 @@ impl F32x16 for Avx512 {
     unsafe fn mul_add(self, b: Self, c: Self) -> Self {
         // SAFETY: see above.
         unsafe { Avx512(_mm512_fmadd_ps(self.0, b.0, c.0)) }
+    }
+
+    #[inline(always)]
+    unsafe fn fold(self) -> f32 {
+        // SAFETY: see above.
+        unsafe {
+            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(self.0)));
+            fold_8(_mm256_add_ps(_mm512_castps512_ps256(self.0), high))
+        }
     }
 
     #[inline(always)]

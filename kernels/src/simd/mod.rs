@@ -131,6 +131,9 @@ pub(crate) trait F32x16: Copy {
     /// `self * b + c`, rounded once.
     unsafe fn mul_add(self, b: Self, c: Self) -> Self;
 
+    /// The sum of the lanes as [`math::fold`](crate::math::fold) adds them.
+    unsafe fn fold(self) -> f32;
+
     /// Widens f16.
     unsafe fn load_f16(from: *const u8) -> Self;
     /// Converts i8.
@@ -189,6 +192,7 @@ mod tests {
                     V::bf16_high(words),
                     V::masked(words, 0xF0),
                     V::masked(V::shift_4(words), 0x0F00_0000),
+                    V::splat(x.mul(V::load_i8(bytes)).fold()),
                 ] {
                     value.store(push.as_mut_ptr());
                     self.out.extend(push);
@@ -208,7 +212,7 @@ mod tests {
             out.iter().map(|f| f.to_bits()).collect::<Vec<_>>()
         };
         let portable = run(Level::Portable);
-        assert_eq!(portable.len(), 12 * 16);
+        assert_eq!(portable.len(), 13 * 16);
         assert_eq!(f32::from_bits(portable[4 * 16]), floats[0].mul_add(floats[0], 1e-3));
         for level in Level::available() {
             assert_eq!(run(level), portable, "{level:?}");

@@ -59,6 +59,11 @@ impl F32x16 for Portable {
     }
 
     #[inline(always)]
+    unsafe fn fold(self) -> f32 {
+        crate::math::fold(self.0)
+    }
+
+    #[inline(always)]
     unsafe fn load_f16(from: *const u8) -> Self {
         // SAFETY: the caller gives sixteen f16.
         let halves = unsafe { from.cast::<[u16; LANES]>().read_unaligned() };

@@ -21,6 +21,9 @@ use crate::workspace::Workspace;
 /// Tokens whose absorbed queries are held at once.
 const WAVE: usize = 64;
 
+/// Rows that walk the latents together: half of them as large as the nearest cache.
+const WALK_ROWS: usize = 8;
+
 /// Queries of a head that an expanded span serves at once.
 const EXPAND_ROWS: usize = 512;
 
@@ -281,7 +284,7 @@ impl<'a, T: Float, C: CacheElement> Step<'a, T, C> {
         });
 
         // Few rows are cut into smaller tiles, so that all threads have some.
-        let most = (num_tokens * dims.num_heads).div_ceil(2 * self.num_threads).clamp(4, TILE_ROWS);
+        let most = (num_tokens * dims.num_heads).div_ceil(2 * self.num_threads).clamp(4, WALK_ROWS);
         let tiles_of = |segment: &Segment<'_>| (segment.count * dims.num_heads).div_ceil(most);
         let num_tiles = segments.iter().map(tiles_of).sum();
         self.each(num_tiles, &|mut index, slot| {

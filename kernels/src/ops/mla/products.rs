@@ -1,6 +1,5 @@
 //! The products inside: a few rows against rows of memory, sixteen lanes at a time.
 
-use crate::math;
 use crate::ops::attention::{CacheElement, products, share};
 use crate::simd::{F32x16, LANES};
 
@@ -62,33 +61,36 @@ pub(super) unsafe fn scores<V: F32x16, C: CacheElement>(
     dim: usize,
     (out, of_out): Rows<*mut f32>,
 ) {
-    let mut row = 0;
-    while row < num {
-        let together = match num - row {
-            4.. if V::FIT >= 16 => 4,
-            2.. => 2,
+    // A few keys stay in the nearest cache for all rows, and so do the rows.
+    let mut key = 0;
+    while key < keys {
+        let left = keys - key;
+        let some = match left {
+            4.. if V::FIT >= 16 || num == 1 => 4,
+            2.. if V::FIT < 16 && num > 1 => 2,
             _ => 1,
         };
-        let mut key = 0;
-        while key < keys {
+        let mut row = 0;
+        while row < num {
             // SAFETY: passed on to the caller.
             unsafe {
                 let (q, k, out) = ((q.add(row * of_q), of_q), (k.add(key * of_k), of_k), out.add(row * of_out + key));
-                key += match (together, keys - key) {
-                    (4, 4..) if V::FIT >= 16 => dots::<V, C, 4, 4>(q, k, dim, (out, of_out)),
-                    (4, _) if V::FIT >= 16 => dots::<V, C, 4, 1>(q, k, dim, (out, of_out)),
-                    (2, 2..) => dots::<V, C, 2, 2>(q, k, dim, (out, of_out)),
-                    (2, _) => dots::<V, C, 2, 1>(q, k, dim, (out, of_out)),
-                    (_, 4..) => dots::<V, C, 1, 4>(q, k, dim, (out, of_out)),
+                row += match (num - row, some) {
+                    (4.., 4) if V::FIT >= 16 => dots::<V, C, 4, 4>(q, k, dim, (out, of_out)),
+                    (4.., 1) if V::FIT >= 16 => dots::<V, C, 4, 1>(q, k, dim, (out, of_out)),
+                    (2.., 2) => dots::<V, C, 2, 2>(q, k, dim, (out, of_out)),
+                    (2.., 1) => dots::<V, C, 2, 1>(q, k, dim, (out, of_out)),
+                    (_, 4) => dots::<V, C, 1, 4>(q, k, dim, (out, of_out)),
+                    (_, 2) => dots::<V, C, 1, 2>(q, k, dim, (out, of_out)),
                     _ => dots::<V, C, 1, 1>(q, k, dim, (out, of_out)),
                 };
             }
         }
-        row += together;
+        key += some;
     }
 }
 
-/// [`scores`] of M rows and P keys. Returns P.
+/// [`scores`] of M rows and P keys. Returns M.
 ///
 /// # Safety
 /// As [`scores`].
@@ -118,11 +120,9 @@ unsafe fn dots<V: F32x16, C: CacheElement, const M: usize, const P: usize>(
         }
         for m in 0..M {
             for p in 0..P {
-                let mut lanes = [0.0; LANES];
-                sums[m][p].store(lanes.as_mut_ptr());
-                *out.add(m * of_out + p) = math::fold(lanes);
+                *out.add(m * of_out + p) = sums[m][p].fold();
             }
         }
     }
-    P
+    M
 }
