@@ -31,7 +31,11 @@ pub(super) fn load(loader: &Loader<'_>) -> Result<Box<dyn Model>> {
 pub(super) fn experts(keys: &Keys) -> Result<Experts> {
     Ok(Experts {
         router: Router {
-            num_experts: keys.size("num_experts")?,
+            // As transformers 5 writes it, then as checkpoints from before have it.
+            num_experts: match keys.count("num_local_experts")? {
+                Some(_) => keys.size("num_local_experts")?,
+                None => keys.size("num_experts")?,
+            },
             top_k: keys.size("num_experts_per_tok")?,
             scoring: Scoring::Softmax,
             groups: None,
@@ -54,4 +58,24 @@ pub(super) fn mlp(at: &Loader<'_>, layer: usize, experts: &Experts) -> Result<Bo
         true => Box::new(SparseMlp::load(at, experts)?),
         false => Box::new(GatedMlp::load(at, at.config().intermediate_size)?),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn the_number_of_experts_has_two_names() {
+        let num_experts = |name: &str| {
+            let mut keys = json!({"num_experts_per_tok": 2, "moe_intermediate_size": 8});
+            keys[name] = 4.into();
+            let Value::Object(keys) = keys else { unreachable!("it is an object") };
+            experts(&Keys::new(keys)).map(|experts| experts.router.num_experts)
+        };
+        assert_eq!(num_experts("num_experts").unwrap(), 4);
+        assert_eq!(num_experts("num_local_experts").unwrap(), 4);
+        assert_eq!(num_experts("n_experts").unwrap_err().to_string(), "config.json has no num_experts");
+    }
 }
