@@ -12,37 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tiny import LLAMA3, TINY, YARN
 from transformers import AutoModelForCausalLM, DynamicCache
 
 TOKENS = 96
 # The first so many are prefilled at once, the others decoded one by one with the cache.
 PREFILL = 64
-# Where rope scaling says that training ended: a third of the tokens lie before it.
-TRAINED = 32
 # A batch of sequences of these lengths, cut out of the tokens one after the other.
 RAGGED = [17, 1, 40, 6]
 
-BASE = {
-    "hidden_act": "silu",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-
-STRETCH = {"factor": 4.0, "original_max_position_embeddings": TRAINED}
-YARN = {"rope_type": "yarn", **STRETCH}
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCH}
-
 
 def family(architecture: str, model_type: str, **changes) -> dict:
-    return {"architectures": [architecture], "model_type": model_type, **BASE, **changes}
+    return {"architectures": [architecture], "model_type": model_type, "hidden_act": "silu", **TINY, **changes}
 
 
 LLAMA = family("LlamaForCausalLM", "llama")

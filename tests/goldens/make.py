@@ -28,6 +28,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
+from tiny import LLAMA3, TINY, TRAINED, YARN
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 HERE = Path(__file__).parent
@@ -40,22 +41,6 @@ VERSIONS = {
 
 # Tokens of a tiny case: three times the context that its stretched positions were "trained" on.
 TINY_TOKENS = 96
-TRAINED = 32
-
-TINY = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-
-STRETCH = {"factor": 4.0, "original_max_position_embeddings": TRAINED}
 
 # What each case changes.
 CASES = {
@@ -68,9 +53,9 @@ CASES = {
     "rope_theta": {"rope_theta": 200.0},
     "rope_linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "rope_dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": TRAINED},
-    "rope_llama3": {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCH}},
-    "rope_yarn": {"rope_scaling": {"rope_type": "yarn", **STRETCH}},
-    "rope_yarn_betas": {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1.0, "beta_slow": 0.25, "attention_factor": 0.8, **STRETCH}},
+    "rope_llama3": {"rope_scaling": LLAMA3},
+    "rope_yarn": {"rope_scaling": YARN},
+    "rope_yarn_betas": {"rope_scaling": {**YARN, "beta_fast": 1.0, "beta_slow": 0.25, "attention_factor": 0.8}},
 }
 
 
