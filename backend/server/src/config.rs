@@ -189,12 +189,17 @@ impl ServerConfig {
     }
 }
 
+/// Variables that are read elsewhere: by the CPU kernels, and when building.
+const READ_ELSEWHERE: [&str; 4] =
+    ["DRAFTHORSE_SIMD", "DRAFTHORSE_CUDA_ARCHS", "DRAFTHORSE_REQUIRE_NVCC", "DRAFTHORSE_TOOLCHAIN_DIR"];
+
 /// What to warn of: variables of the environment that begin like ours and set nothing, for they are likely misspelt. Those
 /// that Kubernetes sets for a service called drafthorse are left out.
 pub fn unknown_variables(names: impl IntoIterator<Item = String>) -> Vec<String> {
     let command = <ServerConfig as Args>::augment_args(clap::Command::new("serve"));
     let flags = command.get_arguments().filter_map(|flag| Some(flag.get_env()?.to_str()?.to_owned()));
-    let known: Vec<String> = flags.chain(SETTINGS.iter().map(|setting| environment_name(setting.name))).collect();
+    let settings = SETTINGS.iter().map(|setting| environment_name(setting.name));
+    let known: Vec<String> = flags.chain(settings).chain(READ_ELSEWHERE.map(str::to_owned)).collect();
     let of_kubernetes = |name: &str| name.contains("_SERVICE_") || name.contains("_PORT_") || name == "DRAFTHORSE_PORT";
     let unknown = names.into_iter().filter(|name| name.starts_with("DRAFTHORSE_") && !known.contains(name));
     let unknown = unknown.filter(|name| !of_kubernetes(name));
@@ -248,7 +253,7 @@ mod tests {
                 "DRAFTHORSE_MAX_NUM_SEQ sets nothing; did you mean DRAFTHORSE_MAX_NUM_SEQS?",
             ]
         );
-        let fine = ["DRAFTHORSE_HOST", "DRAFTHORSE_BLOCK_SIZE", "DRAFTHORSE_LOG_LEVEL"];
+        let fine = ["DRAFTHORSE_HOST", "DRAFTHORSE_BLOCK_SIZE", "DRAFTHORSE_SIMD"];
         let kubernetes = ["DRAFTHORSE_PORT", "DRAFTHORSE_SERVICE_HOST", "DRAFTHORSE_PORT_8001_TCP_ADDR"];
         assert!(warned(&[fine, kubernetes].concat()).is_empty());
     }
