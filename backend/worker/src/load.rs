@@ -20,7 +20,7 @@ use crate::memory::{MemoryPlan, Needs, budget};
 use crate::runner::{MAX_IN_FLIGHT, Runner};
 use crate::sampler::{Sampler, logit_rows};
 use crate::slots::{SlotSizes, Slots};
-use crate::spec::{self, Drafter, Method, Mtp, MtpSizes, Proposer};
+use crate::spec::{self, DraftSizes, Drafter, Method, ModelProposer, Proposer};
 
 /// How far loading has come.
 #[derive(Clone, Debug)]
@@ -66,10 +66,10 @@ pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) 
         warn!(num_threads, running, "the cpu pool runs already, its number of threads stays");
     }
     let device = config.device.open()?;
-    let mut network = network(config, &device, matches!(method, Method::Mtp), progress)?;
+    let mut network = network(config, &device, matches!(method, Method::Model), progress)?;
     let proposer = match method {
         Method::Host(proposer) => Some(proposer),
-        Method::None | Method::Mtp => None,
+        Method::None | Method::Model => None,
     };
     network.weight_bytes += network.drafter.as_ref().map_or(0, |drafter| drafter.weight_bytes);
     assemble(config, &device, network, proposer, progress)
@@ -158,7 +158,7 @@ pub(crate) fn assemble(
     let kv_tokens = usize::try_from(most_blocks).unwrap_or(usize::MAX).saturating_mul(block_size);
     let longest = config.max_model_len.map_or(context, |len| len as usize).min(context).min(kv_tokens.max(1));
     let step = StepSize { tokens: max_tokens, seqs: max_seqs, logit_rows: chunk_rows, max_kv_len: longest };
-    let mtp_sizes = |max_blocks_per_seq: usize, num_blocks: usize| MtpSizes {
+    let draft_sizes = |max_blocks_per_seq: usize, num_blocks: usize| DraftSizes {
         max_drafts,
         adaptive: config.speculate.adaptive,
         max_tokens,
@@ -173,7 +173,7 @@ pub(crate) fn assemble(
     let of_target = model.workspace_bytes(step)
         + wanted_rows_bytes(chunk_rows, hidden, dtype)
         + Sampler::workspace_bytes(device, chunk_rows, vocab_size);
-    let of_drafter = drafter.as_ref().map_or(0, |drafter| mtp_sizes(0, 0).workspace_bytes(device, drafter));
+    let of_drafter = drafter.as_ref().map_or(0, |drafter| draft_sizes(0, 0).workspace_bytes(device, drafter));
     let workspace_bytes = of_target.max(of_drafter);
     let slot_sizes = |max_model_len: usize, num_blocks: usize| SlotSizes {
         num_slots: max_seqs,
@@ -209,8 +209,8 @@ pub(crate) fn assemble(
     let draft_slots = if drafter.is_some() { max_drafts } else { 0 };
     let proposer = match drafter {
         Some(drafter) => {
-            let mtp = Mtp::new(device, drafter, mtp_sizes(sizes.max_blocks, sizes.num_blocks))?;
-            Some(Box::new(mtp) as Box<dyn Proposer>)
+            let proposer = ModelProposer::new(device, drafter, draft_sizes(sizes.max_blocks, sizes.num_blocks))?;
+            Some(Box::new(proposer) as Box<dyn Proposer>)
         }
         None => proposer,
     };

@@ -1,13 +1,13 @@
 //! Draft methods, by the name that settings use.
 
-mod mtp;
+mod model;
 mod ngram;
 mod policy;
 mod proposer;
 
 use std::path::PathBuf;
 
-pub(crate) use mtp::{Drafter, Mtp, MtpSizes};
+pub(crate) use model::{DraftSizes, Drafter, ModelProposer};
 pub use ngram::Ngram;
 pub use proposer::{Propose, ProposeRow, Proposer};
 
@@ -52,12 +52,12 @@ pub(crate) enum Method {
     /// Needs no model.
     Host(Box<dyn Proposer>),
     /// A model that is loaded after the base.
-    Mtp,
+    Model,
 }
 
 /// The table: a method's name, and what makes its drafts.
 const METHODS: &[(&str, fn(&SpeculateConfig) -> Method)] =
-    &[("none", |_| Method::None), ("inference_with_reference", ngram), ("ngram", ngram), ("mtp", |_| Method::Mtp)];
+    &[("none", |_| Method::None), ("inference_with_reference", ngram), ("ngram", ngram), ("mtp", |_| Method::Model)];
 
 /// The names that `speculate_method` may have.
 pub fn methods() -> impl Iterator<Item = &'static str> {
@@ -114,7 +114,7 @@ mod tests {
         match method(&config) {
             Ok(Method::None) => "none".into(),
             Ok(Method::Host(proposer)) => format!("{} drafts", proposer.max_drafts()),
-            Ok(Method::Mtp) => "a model".into(),
+            Ok(Method::Model) => "a model".into(),
             Err(error) => error.to_string(),
         }
     }

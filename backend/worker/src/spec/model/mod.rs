@@ -1,0 +1,237 @@
+//! Drafts by a model of the target's hidden states: an MTP module, several tokens deep by reusing it.
+//!
+//! The drafter's entry at KV slot p comes from token p and the target's hidden state at p - 1; slot 0 has none. After every step one
+//! ragged pass writes the entries of all tokens that have been verified, whatever was drafted there, from the target's hidden states;
+//! so the first draft comes of it too. Further drafts are made from the drafter's own output, onto slots that the next pass overwrites.
+//! An entry depends on nothing behind its own block, so blocks that are found again hold it, with the hidden state of their last token
+//! for the entry that follows.
+//!
+//! On a GPU a draft goes into the next pass without the host having seen it; all of them come back together, while the engine plans the
+//! step that verifies them.
+mod on_device;
+mod plan;
+mod sizes;
+
+use std::time::Instant;
+
+use drafthorse_control::SamplingParams;
+use drafthorse_kernels::device::Readback;
+use drafthorse_kernels::ops::copy_rows::copy_rows_from;
+use drafthorse_kernels::ops::sample;
+use drafthorse_kernels::{DType, Device, Tensor};
+use drafthorse_model::{Batch, BatchInputs, BatchLimits, Forward, Model};
+
+use self::on_device::OnDevice;
+use self::plan::{Chain, Pass};
+pub(crate) use self::sizes::DraftSizes;
+use super::policy::{Holds, Policy};
+use super::proposer::{Propose, Proposer};
+use crate::error::Result;
+use crate::row_params::RowParams;
+use crate::slots::Slots;
+
+/// A drafter's model, loaded.
+pub(crate) struct Drafter {
+    pub model: Box<dyn Model>,
+    /// Draft token to token, if they differ.
+    pub tokens: Option<Vec<u32>>,
+    /// Size of the vocabulary it drafts from.
+    pub num_tokens: usize,
+    pub weight_bytes: u64,
+}
+
+pub(crate) struct ModelProposer {
+    drafter: Drafter,
+    sizes: DraftSizes,
+    batch: Batch,
+    greedy: RowParams,
+    ids: Tensor,
+    ids_on_host: Readback<i32>,
+    /// Where the host is not told of each draft before the next.
+    on_device: Option<OnDevice>,
+    /// By slot: entries up to here hold. Behind the sequence's own KV, it has none that can be used.
+    written: Vec<usize>,
+    /// By block: all its entries hold, and the hidden state of its last token is kept.
+    whole: Vec<bool>,
+    policy: Policy,
+    /// By slot: how its drafts have done.
+    holds: Vec<Holds>,
+    /// Most drafts of each sequence of this step; `None`: they do not pay, and nothing is written for them.
+    most: Option<usize>,
+    pass: Pass,
+    chains: Vec<Chain>,
+}
+
+impl ModelProposer {
+    pub fn new(device: &Device, drafter: Drafter, sizes: DraftSizes) -> Result<Self> {
+        let limits = BatchLimits {
+            max_tokens: sizes.max_pass_tokens(),
+            max_seqs: sizes.max_seqs,
+            max_blocks_per_seq: sizes.max_blocks_per_seq,
+            max_logit_rows: 0,
+        };
+        let chunk_rows = sizes.step().logit_rows;
+        let mut greedy = RowParams::new(device, chunk_rows)?;
+        for _ in 0..chunk_rows {
+            greedy.push(&SamplingParams::default(), 0);
+        }
+        greedy.send()?;
+        let token_share = if *device == Device::Cpu { 0.4 } else { 0.02 };
+        let policy = Policy::new(sizes.max_drafts, sizes.adaptive, token_share);
+        Ok(ModelProposer {
+            holds: vec![policy.holds(); sizes.max_seqs],
+            policy,
+            most: Some(sizes.max_drafts),
+            batch: Batch::new(device, limits)?,
+            greedy,
+            ids: Tensor::zeros(device, "drafts picked", [chunk_rows], DType::I32)?,
+            ids_on_host: Readback::new(device, chunk_rows)?,
+            written: vec![0; sizes.max_seqs],
+            whole: vec![false; sizes.num_blocks],
+            pass: Pass::default(),
+            chains: Vec::with_capacity(sizes.max_seqs),
+            on_device: if *device == Device::Cpu { None } else { Some(OnDevice::new(device, &drafter, sizes)?) },
+            drafter,
+            sizes,
+        })
+    }
+
+    /// Takes in how the last drafts did, and decides on the next.
+    fn learn(&mut self, step: &Propose<'_>) {
+        if let Some((took, num_tokens)) = step.decode {
+            self.policy.learn_step(num_tokens, took);
+        }
+        let running = || step.rows.iter().filter(|row| !row.ended);
+        let mut mean = Holds::default();
+        for row in running() {
+            let holds = &mut self.holds[row.slot.0 as usize];
+            let state = step.slots.state(row.slot);
+            if state.num_computed - row.hidden.len() == state.num_cached {
+                *holds = self.policy.holds();
+            }
+            self.policy.learn_held(holds, row.num_drafts, row.num_held);
+            mean.iter_mut().zip(holds).for_each(|(mean, holds)| *mean += *holds);
+        }
+        let num_seqs = running().count();
+        mean.iter_mut().for_each(|mean| *mean /= num_seqs.max(1) as f32);
+        self.most = if num_seqs == 0 { Some(0) } else { self.policy.drafts(num_seqs, &mean) };
+    }
+
+    /// Runs the pass and puts the last row of every chain into `hidden`.
+    fn run(&mut self, step: &mut Propose<'_>, input: &Tensor, hidden: &mut Tensor) -> Result<()> {
+        let block_tables: Vec<&[i32]> = self.pass.slots.iter().map(|&slot| step.slots.blocks(slot)).collect();
+        self.batch.set(&BatchInputs {
+            token_ids: &self.pass.token_ids,
+            positions: &self.pass.positions,
+            cu_tokens: &self.pass.cu_tokens,
+            kv_lens: &self.pass.kv_lens,
+            block_tables: &block_tables,
+            logit_rows: &[],
+        })?;
+        if let Some(on_device) = &self.on_device {
+            self.batch.feed_tokens(&on_device.drafts)?;
+        }
+        let out = self.drafter.model.forward(&mut with(step, &self.batch, input))?;
+        let last: Vec<(u32, u32)> = (0..).zip(&self.chains).map(|(to, chain)| (chain.row, to)).collect();
+        Ok(copy_rows_from(&out, hidden, &last)?)
+    }
+
+    /// Picks the next draft of every chain.
+    fn pick(&mut self, step: &mut Propose<'_>, hidden: &Tensor) -> Result<()> {
+        let chunk_rows = self.sizes.step().logit_rows;
+        for first in (0..self.chains.len()).step_by(chunk_rows) {
+            let rows = first..self.chains.len().min(first + chunk_rows);
+            let num_rows = rows.len();
+            let wanted = hidden.rows(rows.clone());
+            let logits = self.drafter.model.logits(&wanted, &mut with(step, &self.batch, hidden))?;
+            let (ids, workspace) = (&mut self.ids.rows_mut(0..num_rows), step.forward.workspace);
+            self.greedy.with(num_rows, |params| sample::sample(&logits, params, ids, workspace))?;
+            if let Some(on_device) = &mut self.on_device {
+                on_device.keep(first, ids, &mut self.chains[rows])?;
+                continue;
+            }
+            let ids = self.ids_on_host.read(ids)?;
+            for (chain, &id) in self.chains[rows].iter_mut().zip(ids) {
+                chain.draft = match (&self.drafter.tokens, usize::try_from(id)) {
+                    (Some(tokens), Ok(id)) => tokens[id] as i32,
+                    _ => id,
+                };
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Proposer for ModelProposer {
+    fn max_drafts(&self) -> usize {
+        self.sizes.max_drafts
+    }
+
+    fn needs_host_tokens(&self) -> bool {
+        true
+    }
+
+    fn propose(&mut self, step: &mut Propose<'_>) -> Result<()> {
+        let started = Instant::now();
+        self.learn(step);
+        self.plan(step);
+        let num_chains = self.chains.len();
+        let num_tokens = self.pass.token_ids.len();
+        let (workspace, (_, width), dtype) = (step.forward.workspace, step.hidden.rows_cols(), step.hidden.dtype());
+        let mut hidden = workspace.take([self.chains.len(), width], dtype)?;
+        if num_tokens > 0 {
+            let mut input = workspace.take([num_tokens, width], dtype)?;
+            copy_rows_from(step.hidden, &mut input, &self.pass.from_step)?;
+            copy_rows_from(step.forward.kv.last_hidden(), &mut input, &self.pass.from_blocks)?;
+            self.run(step, &input, &mut hidden)?;
+        }
+        copy_rows_from(step.hidden, step.forward.kv.last_hidden(), &self.pass.kept)?;
+        while !self.chains.is_empty() {
+            self.pick(step, &hidden)?;
+            self.extend(step, &mut hidden)?;
+            let num_chains = self.chains.len();
+            if num_chains > 0 {
+                let mut input = workspace.take([num_chains, width], dtype)?;
+                copy_rows_from(&hidden, &mut input, &(0..num_chains as u32).map(|row| (row, row)).collect::<Vec<_>>())?;
+                self.run(step, &input, &mut hidden)?;
+            }
+        }
+        if let (Some(most), true, true) = (self.most, step.decode.is_some(), num_chains == step.rows.len()) {
+            self.policy.learn_proposal(num_chains, most, started.elapsed());
+        }
+        if let Some(OnDevice { drafts, on_host, coming, .. }) = &mut self.on_device
+            && !coming.is_empty()
+        {
+            on_host.begin(drafts)?;
+        }
+        Ok(())
+    }
+
+    fn collect(&mut self, slots: &mut Slots) -> Result<()> {
+        let Some(OnDevice { on_host, coming, .. }) = &mut self.on_device else { return Ok(()) };
+        if coming.is_empty() {
+            return Ok(());
+        }
+        let drafts = on_host.wait()?;
+        for (slot, places) in coming.drain(..) {
+            slots.replace_drafts(slot, places.iter().map(|&place| drafts[place as usize]));
+        }
+        Ok(())
+    }
+
+    fn warmed_up(&mut self) {
+        self.policy.forget();
+    }
+}
+
+/// What the drafter's model is handed.
+fn with<'a>(step: &'a mut Propose<'_>, batch: &'a Batch, target_hidden: &'a Tensor) -> Forward<'a> {
+    Forward {
+        batch,
+        kv: step.forward.kv,
+        workspace: step.forward.workspace,
+        comm: step.forward.comm,
+        target_hidden: Some(target_hidden),
+        taps: &mut [],
+    }
+}

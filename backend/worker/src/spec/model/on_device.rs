@@ -1,0 +1,52 @@
+//! Drafts that the host sees once all of them are made.
+
+use drafthorse_control::Slot;
+use drafthorse_kernels::device::Readback;
+use drafthorse_kernels::ops::feed_tokens::sampled_by;
+use drafthorse_kernels::ops::map_tokens::map_tokens;
+use drafthorse_kernels::{DType, Device, Tensor};
+
+use super::plan::{Chain, Places};
+use super::{DraftSizes, Drafter};
+use crate::error::Result;
+
+/// Drafts that stay on the device until all are made.
+pub(super) struct OnDevice {
+    /// Draft token to token, `[draft tokens]`, if they differ.
+    tokens: Option<Tensor>,
+    /// `[max drafts * max seqs]`: the first of each chain, then the second of those that have one, and so on.
+    pub(super) drafts: Tensor,
+    pub(super) on_host: Readback<i32>,
+    max_seqs: usize,
+    /// Drafts that are on their way, by slot, as places in `drafts`.
+    pub(super) coming: Vec<(Slot, Places)>,
+}
+
+impl OnDevice {
+    pub(super) fn new(device: &Device, drafter: &Drafter, sizes: DraftSizes) -> Result<Self> {
+        let tokens = drafter.tokens.as_ref().map(|tokens| {
+            let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+            Tensor::from_slice(device, "draft tokens", &tokens, [tokens.len()])
+        });
+        let most = sizes.max_drafts * sizes.max_seqs;
+        Ok(OnDevice {
+            tokens: tokens.transpose()?,
+            drafts: Tensor::zeros(device, "drafts", [most], DType::I32)?,
+            on_host: Readback::new(device, most)?,
+            max_seqs: sizes.max_seqs,
+            coming: Vec::with_capacity(sizes.max_seqs),
+        })
+    }
+
+    /// Keeps the drafts that were picked as `ids` for some chains, of which `first` come before.
+    pub(super) fn keep(&mut self, first: usize, ids: &Tensor, chains: &mut [Chain]) -> Result<()> {
+        let Some(chain) = chains.first() else { return Ok(()) };
+        let first = chain.num_drafts * self.max_seqs + first;
+        map_tokens(ids, self.tokens.as_ref(), &mut self.drafts.rows_mut(first..first + chains.len()))?;
+        for (place, chain) in (first..).zip(chains) {
+            chain.places[chain.num_drafts] = place as u32;
+            chain.draft = sampled_by(place);
+        }
+        Ok(())
+    }
+}
