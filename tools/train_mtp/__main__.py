@@ -22,11 +22,13 @@ def main():
     run.add_argument("--parts", type=int, default=1, help="in how many commands the training is done")
     run.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="changes of config.Options")
     check = commands.add_parser("check", help="plain speculative decoding with a draft's weights")
-    check.add_argument("gguf")
-    check.add_argument("prompts")
-    check.add_argument("weights", help="a model.safetensors")
-    check.add_argument("--number", type=int, default=10, help="how many held-out prompts")
-    check.add_argument("--tokens", type=int, default=128, help="how many new tokens for each at most")
+    measure = commands.add_parser("measure", help="the figures of a draft's weights, as run prints them at its end")
+    for each, number, tokens in ((check, 10, 128), (measure, 64, 480)):
+        each.add_argument("gguf")
+        each.add_argument("prompts")
+        each.add_argument("weights", help="a model.safetensors")
+        each.add_argument("--number", type=int, default=number, help="how many held-out prompts")
+        each.add_argument("--tokens", type=int, default=tokens, help="how many new tokens for each at most")
     check.add_argument("--cut", action="store_true", help="draft only the tokens of the file's d2t")
     args = parser.parse_args()
 
@@ -50,10 +52,27 @@ def main():
     say(f"base: {base.shape}")
     if args.command == "check":
         return check_draft(base, prompts, args, options.steps)
+    if args.command == "measure":
+        return measure_draft(base, prompts, args, options)
     from .train import run as train
 
     say(options)
     train(base, prompts, args.folder, args.seconds, args.part, args.parts, options)
+
+
+def measure_draft(base, prompts, args, options):
+    from .corpus import answer_held_out
+    from .draft import Draft
+    from .evaluate import measure, tables
+    from .export import load
+
+    draft = Draft(base.shape)
+    vocabulary = load(draft, args.weights)
+    measured = answer_held_out(base, prompts, args.number, args.tokens)
+    say("the base has answered")
+    figures = measure(draft, base, measured, options, prompts["end_of_turn"], vocabulary)
+    say(json.dumps(figures))
+    print(tables(figures), flush=True)
 
 
 def check_draft(base, prompts, args, steps):

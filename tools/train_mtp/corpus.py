@@ -114,9 +114,7 @@ def write_corpus(base, prompts, options, until, seed):
         writer.write(rows)
         ids = writer.ids[:, :-1]
         if number == 0:
-            for i, temperature in enumerate(MEASURED):
-                part = slice(i * len(held), (i + 1) * len(held))
-                measured[temperature] = HeldOut(ids[part].clone(), writer.hidden[part].clone(), [len(x) for x in held])
+            measured = _held_out(writer, held)
             _compare_with_prefill(base, ids[:4], writer.hidden[:4])
         count = torch.tensor([row.count for row in rows], device=DEVICE)
         corpus.add(writer, turns(ids, count, prompts["end_of_turn"]), _unknown(ids, held))
@@ -132,6 +130,24 @@ def write_corpus(base, prompts, options, until, seed):
     answers = ((corpus.turn >= 2) & (corpus.turn % 2 == 0)).float().mean().item()
     say(f"{answers:.3f} of the tokens are answers; generation ended {time.time() - START:.1f} s after the start")
     return corpus, measured
+
+
+def answer_held_out(base, prompts, number, tokens):
+    """{temperature: HeldOut} of the first `number` held-out prompts alone, with answers of up to `tokens`."""
+    held = prompts["held_out"][:number]
+    length = max(map(len, held)) + tokens
+    writer = Writer(base, prompts, len(held) * len(MEASURED), length, 64)
+    writer.write([Row(ids, 0, temperature) for temperature in MEASURED for ids in held])
+    return _held_out(writer, held)
+
+
+def _held_out(writer, held):
+    """The first rows that were written."""
+    measured = {}
+    for i, temperature in enumerate(MEASURED):
+        part = slice(i * len(held), (i + 1) * len(held))
+        measured[temperature] = HeldOut(writer.ids[part, :-1].clone(), writer.hidden[part].clone(), [len(x) for x in held])
+    return measured
 
 
 def _unknown(ids, held):

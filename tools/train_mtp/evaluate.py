@@ -4,6 +4,7 @@ import torch
 
 from .config import DEVICE
 from .kernels import matmul_fp32
+from .speculate import shares
 
 # Tokens of an answer that are looked at.
 ANSWER = 192
@@ -37,7 +38,7 @@ def walk(counts):
 
 @torch.no_grad()
 def greedy(draft, base, held, options, end_of_turn, prompts=None, limit=ANSWER, vocabulary=None):
-    """Shares of answer positions at which the first k drafts hold (accept_prefix), and tokens per step, over the first `prompts`."""
+    """Shares of answer positions at which the first k drafts hold (accept_prefix), the same of a decoder's rounds, and tokens per step, over the first `prompts`."""
     totals = torch.zeros(options.steps, dtype=torch.float64)
     positions, rounds = 0, []
     for row in range(min(prompts or len(held.ids), len(held.ids))):
@@ -48,7 +49,13 @@ def greedy(draft, base, held, options, end_of_turn, prompts=None, limit=ANSWER, 
         rounds += walk(counts)
     prefix = (totals / max(positions, 1)).tolist()
     tokens = (sum(rounds) + len(rounds)) / max(len(rounds), 1)
-    return {"accept_prefix": [round(x, 4) for x in prefix], "tokens_per_step": round(tokens, 3), "positions": positions}
+    return {
+        "accept_prefix": [round(x, 4) for x in prefix],
+        "tokens_per_step": round(tokens, 3),
+        "positions": positions,
+        "rounds": len(rounds),
+        "rounds_accepted": shares(rounds, options.steps),
+    }
 
 
 @torch.no_grad()
