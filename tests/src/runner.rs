@@ -40,6 +40,7 @@ impl Runner {
             max_seqs: MAX_SEQS,
             max_blocks_per_seq: blocks_per_seq,
             max_logit_rows: max_len,
+            max_later: 0,
         };
         let step = StepSize { tokens: max_len, seqs: MAX_SEQS, logit_rows: max_len, max_kv_len: max_len };
         Ok(Runner {

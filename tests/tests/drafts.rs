@@ -61,7 +61,8 @@ impl Runner {
         let draft = load_draft(draft, Base { model: &*base.model, config: &base.config }, &options).unwrap();
         let layers = base.model.kv_layers().into_iter().chain(draft.model.kv_layers()).collect();
         let layout = KvLayout { layers, last_hidden: 0, block_size: BLOCK_SIZE, dtype: options.dtype };
-        let limits = BatchLimits { max_tokens: 64, max_seqs: 1, max_blocks_per_seq: 4, max_logit_rows: 0 };
+        let limits =
+            BatchLimits { max_tokens: 64, max_seqs: 1, max_blocks_per_seq: 4, max_logit_rows: 0, max_later: 0 };
         let step = StepSize { tokens: 64, seqs: 1, logit_rows: 64, max_kv_len: 64 };
         Runner {
             kv: KvCache::new(&Device::Cpu, layout, 4).unwrap(),

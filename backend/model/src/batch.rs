@@ -1,5 +1,7 @@
 //! A step's inputs on the device: allocated once at the largest size, overwritten before every step.
 
+use std::ops::Range;
+
 use drafthorse_kernels::device::{Staged, Staging};
 use drafthorse_kernels::ops::attention::Ragged;
 use drafthorse_kernels::ops::feed_tokens::feed_tokens;
@@ -17,6 +19,8 @@ pub struct BatchLimits {
     pub max_blocks_per_seq: usize,
     /// Rows that logits are computed for.
     pub max_logit_rows: usize,
+    /// Steps of one token a sequence that are known with the step itself; see [`Batch::set_with_later`].
+    pub max_later: usize,
 }
 
 /// A step's inputs on the host. Sequence `s` owns tokens `cu_tokens[s]..cu_tokens[s + 1]`.
@@ -36,6 +40,15 @@ pub struct BatchInputs<'a> {
     pub logit_rows: &'a [i32],
 }
 
+/// Steps that follow a step, all of one token for each of its sequences, whose positions are known before it is run.
+#[derive(Clone, Copy, Debug)]
+pub struct LaterSteps<'a> {
+    /// `[later steps * seqs]`, as those of the step.
+    pub token_ids: &'a [i32],
+    /// `[seqs]`: where the tokens of the first of them stand; each step after it goes on by one.
+    pub positions: &'a [i32],
+}
+
 /// A step's inputs on the device.
 pub struct Batch {
     limits: BatchLimits,
@@ -47,9 +60,24 @@ pub struct Batch {
     logit_rows: Staged,
     /// Last, since it is the longest: what a step does not use of it is not sent.
     block_tables: Staged,
+    /// `cu_tokens` of all later steps.
+    counting: Tensor,
+    num_logit_rows: usize,
+    /// The step and its later steps: what of the arrays is theirs.
+    step: Window,
+    num_later: usize,
+    /// What is looked at.
+    window: Window,
+}
+
+/// The part of a batch's arrays that one step reads.
+#[derive(Clone, Copy, Default)]
+struct Window {
+    first_token: usize,
+    first_seq: usize,
     num_tokens: usize,
     num_seqs: usize,
-    num_logit_rows: usize,
+    is_later: bool,
     max_tokens_per_seq: usize,
     max_kv_len: usize,
 }
@@ -58,26 +86,28 @@ impl Batch {
     /// # Errors
     /// If the device is out of memory.
     pub fn new(device: &Device, limits: BatchLimits) -> Result<Self> {
-        let lengths =
-            [limits.max_tokens, limits.max_tokens, limits.max_seqs + 1, limits.max_seqs, limits.max_logit_rows];
+        let later = limits.max_later * limits.max_seqs;
+        let (tokens, seqs) = (limits.max_tokens + later, limits.max_seqs + later);
+        let lengths = [tokens, tokens, limits.max_seqs + 1, seqs, limits.max_logit_rows];
         let table = limits.max_seqs * limits.max_blocks_per_seq;
         let bytes = |len: usize| (len * DType::I32.bytes()).next_multiple_of(64);
         let staging = Staging::new(device, lengths.into_iter().chain([table]).map(bytes).sum())?;
         let vector = |len: usize| staging.tensor([len], DType::I32);
+        let counting: Vec<i32> = if later > 0 { (0..=limits.max_seqs as i32).collect() } else { Vec::new() };
         Ok(Batch {
-            token_ids: vector(limits.max_tokens)?,
-            positions: vector(limits.max_tokens)?,
+            token_ids: vector(tokens)?,
+            positions: vector(tokens)?,
             cu_tokens: vector(limits.max_seqs + 1)?,
-            kv_lens: vector(limits.max_seqs)?,
+            kv_lens: vector(seqs)?,
             logit_rows: vector(limits.max_logit_rows)?,
             block_tables: staging.tensor([limits.max_seqs, limits.max_blocks_per_seq], DType::I32)?,
+            counting: Tensor::from_slice(device, "numbers of sequences", &counting, [counting.len()])?,
             staging,
             limits,
-            num_tokens: 0,
-            num_seqs: 0,
             num_logit_rows: 0,
-            max_tokens_per_seq: 0,
-            max_kv_len: 0,
+            step: Window::default(),
+            num_later: 0,
+            window: Window::default(),
         })
     }
 
@@ -95,8 +125,41 @@ impl Batch {
     /// # Errors
     /// As [`set`](Self::set).
     pub fn set_padded(&mut self, inputs: &BatchInputs<'_>, num_seqs: usize) -> Result<()> {
-        (self.num_tokens, self.num_seqs, self.num_logit_rows) = (0, 0, 0);
-        self.check(inputs)?;
+        self.fill(inputs, num_seqs, LaterSteps { token_ids: &[], positions: &[] })
+    }
+
+    /// As [`set`](Self::set), and all steps of `later` with it, which [`turn_to`](Self::turn_to) turns to.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set).
+    pub fn set_with_later(&mut self, inputs: &BatchInputs<'_>, later: LaterSteps<'_>) -> Result<()> {
+        self.fill(inputs, inputs.kv_lens.len(), later)
+    }
+
+    /// Becomes later step `step` of the batch that was set, from 1, or with 0 that batch.
+    ///
+    /// # Panics
+    /// If there is no such step.
+    pub fn turn_to(&mut self, step: usize) {
+        assert!(step <= self.num_later, "later step {step} of {}", self.num_later);
+        let first = self.step;
+        self.window = match step.checked_sub(1) {
+            None => first,
+            Some(before) => Window {
+                first_token: first.num_tokens + before * first.num_seqs,
+                first_seq: first.num_seqs + before * first.num_seqs,
+                num_tokens: first.num_seqs,
+                is_later: true,
+                max_tokens_per_seq: 1,
+                max_kv_len: first.max_kv_len + step,
+                ..first
+            },
+        };
+    }
+
+    fn fill(&mut self, inputs: &BatchInputs<'_>, num_seqs: usize, later: LaterSteps<'_>) -> Result<()> {
+        (self.step, self.window, self.num_logit_rows, self.num_later) = (Window::default(), Window::default(), 0, 0);
+        let num_later = self.check(inputs, later)?;
         let padding = num_seqs - inputs.kv_lens.len();
         let (num_tokens, num_logit_rows) = (inputs.token_ids.len() + padding, inputs.logit_rows.len() + padding);
         self.check_at_most("number of tokens", num_tokens, self.limits.max_tokens)?;
@@ -115,6 +178,16 @@ impl Batch {
             given.copy_from_slice(values);
             padded.fill(pad);
         }
+        let tokens = num_tokens..num_tokens + later.token_ids.len();
+        self.staging.elements(&mut self.token_ids, tokens)?.copy_from_slice(later.token_ids);
+        for step in 0..num_later {
+            let go_on = |into: &mut [i32], by: usize| {
+                into.iter_mut().zip(later.positions).for_each(|(into, from)| *into = from + by as i32);
+            };
+            let (tokens, seqs) = (num_tokens + step * num_seqs, num_seqs + step * num_seqs);
+            go_on(self.staging.elements(&mut self.positions, tokens..tokens + num_seqs)?, step);
+            go_on(self.staging.elements(&mut self.kv_lens, seqs..seqs + num_seqs)?, step + 1);
+        }
         let width = self.limits.max_blocks_per_seq;
         let used = inputs.block_tables.len() * width;
         let tables = self.staging.elements(&mut self.block_tables, 0..used)?;
@@ -126,13 +199,19 @@ impl Batch {
         self.staging.send()?;
 
         let lengths = inputs.cu_tokens.windows(2).map(|pair| pair[1] - pair[0]);
-        self.max_tokens_per_seq = lengths.max().unwrap_or(0) as usize;
-        self.max_kv_len = inputs.kv_lens.iter().copied().max().unwrap_or(0) as usize;
-        (self.num_tokens, self.num_seqs, self.num_logit_rows) = (num_tokens, num_seqs, num_logit_rows);
+        self.step = Window {
+            num_tokens,
+            num_seqs,
+            max_tokens_per_seq: lengths.max().unwrap_or(0) as usize,
+            max_kv_len: inputs.kv_lens.iter().copied().max().unwrap_or(0) as usize,
+            ..Window::default()
+        };
+        (self.window, self.num_logit_rows, self.num_later) = (self.step, num_logit_rows, num_later);
         Ok(())
     }
 
-    fn check(&self, inputs: &BatchInputs<'_>) -> Result<()> {
+    /// How many later steps there are.
+    fn check(&self, inputs: &BatchInputs<'_>, later: LaterSteps<'_>) -> Result<usize> {
         let equal = |what, got: usize, want: usize| {
             if got == want { Ok(()) } else { Err(ModelError::BatchMismatch { what, got, want }) }
         };
@@ -146,7 +225,15 @@ impl Batch {
         equal("number of positions", inputs.positions.len(), tokens)?;
         equal("number of cumulative tokens", inputs.cu_tokens.len(), seqs + 1)?;
         equal("number of block tables", inputs.block_tables.len(), seqs)?;
-        equal("last of the cumulative tokens", inputs.cu_tokens.last().map_or(0, |&last| last as usize), tokens)
+        equal("last of the cumulative tokens", inputs.cu_tokens.last().map_or(0, |&last| last as usize), tokens)?;
+        if later.token_ids.is_empty() {
+            return Ok(0);
+        }
+        let num_later = later.token_ids.len() / seqs.max(1);
+        equal("number of positions of later steps", later.positions.len(), seqs)?;
+        equal("number of tokens of later steps", later.token_ids.len(), num_later * seqs)?;
+        self.check_at_most("number of later steps", num_later, self.limits.max_later)?;
+        Ok(num_later)
     }
 
     fn check_at_most(&self, what: &'static str, got: usize, max: usize) -> Result<()> {
@@ -158,11 +245,11 @@ impl Batch {
     }
 
     pub fn num_tokens(&self) -> usize {
-        self.num_tokens
+        self.window.num_tokens
     }
 
     pub fn num_seqs(&self) -> usize {
-        self.num_seqs
+        self.window.num_seqs
     }
 
     pub fn num_logit_rows(&self) -> usize {
@@ -174,33 +261,42 @@ impl Batch {
     /// # Errors
     /// If the device fails.
     pub fn feed_tokens(&mut self, sampled: &Tensor) -> Result<()> {
-        Ok(feed_tokens(&mut self.token_ids.rows_mut(0..self.num_tokens), sampled)?)
+        let tokens = self.window.tokens();
+        Ok(feed_tokens(&mut self.token_ids.rows_mut(tokens), sampled)?)
     }
 
     /// `[tokens]`.
     pub fn token_ids(&self) -> View<'_> {
-        self.token_ids.rows(0..self.num_tokens)
+        self.token_ids.rows(self.window.tokens())
     }
 
     /// `[tokens]`.
     pub fn positions(&self) -> View<'_> {
-        self.positions.rows(0..self.num_tokens)
+        self.positions.rows(self.window.tokens())
     }
 
-    /// `[logit rows]`.
+    /// `[logit rows]`, of the step that was set.
     pub fn logit_rows(&self) -> View<'_> {
         self.logit_rows.rows(0..self.num_logit_rows)
     }
 
     /// How the tokens belong to sequences, and those to KV blocks.
     pub fn sequences(&self) -> Sequences<'_> {
+        let Window { first_seq, num_seqs, is_later, max_tokens_per_seq, max_kv_len, .. } = self.window;
+        let cu_tokens = if is_later { &self.counting } else { &*self.cu_tokens };
         Sequences {
-            cu_tokens: self.cu_tokens.rows(0..self.num_seqs + 1),
-            kv_lens: self.kv_lens.rows(0..self.num_seqs),
-            block_tables: self.block_tables.rows(0..self.num_seqs),
-            max_tokens_per_seq: self.max_tokens_per_seq,
-            max_kv_len: self.max_kv_len,
+            cu_tokens: cu_tokens.rows(0..num_seqs + 1),
+            kv_lens: self.kv_lens.rows(first_seq..first_seq + num_seqs),
+            block_tables: self.block_tables.rows(0..num_seqs),
+            max_tokens_per_seq,
+            max_kv_len,
         }
+    }
+}
+
+impl Window {
+    fn tokens(&self) -> Range<usize> {
+        self.first_token..self.first_token + self.num_tokens
     }
 }
 
@@ -230,7 +326,7 @@ mod tests {
     use super::*;
 
     fn batch() -> Batch {
-        let limits = BatchLimits { max_tokens: 4, max_seqs: 2, max_blocks_per_seq: 3, max_logit_rows: 2 };
+        let limits = BatchLimits { max_tokens: 4, max_seqs: 2, max_blocks_per_seq: 3, max_logit_rows: 2, max_later: 2 };
         Batch::new(&Device::Cpu, limits).unwrap()
     }
 
@@ -262,6 +358,45 @@ mod tests {
         batch.set(&one).unwrap();
         assert_eq!(batch.token_ids().as_slice::<i32>(), [9]);
         assert_eq!(batch.sequences().ragged().block_tables.as_slice::<i32>(), [3, 0, 0]);
+    }
+
+    #[test]
+    fn later_steps_go_on_where_each_sequence_ends() {
+        let mut batch = batch();
+        let inputs = BatchInputs {
+            token_ids: &[5, 6, 7, 8],
+            positions: &[3, 4, 8, 9],
+            cu_tokens: &[0, 2, 4],
+            kv_lens: &[5, 10],
+            block_tables: &[&[4, 2], &[3, 1, 5]],
+            logit_rows: &[0, 3],
+        };
+        let later = LaterSteps { token_ids: &[-1, -2, -3, -4], positions: &[4, 10] };
+        batch.set_with_later(&inputs, later).unwrap();
+        assert_eq!(batch.positions().as_slice::<i32>(), [3, 4, 8, 9]);
+        let mut seen = Vec::new();
+        for step in [2, 1] {
+            batch.turn_to(step);
+            let sequences = batch.sequences();
+            let ragged = sequences.ragged();
+            let of = |view: &Tensor| view.as_slice::<i32>().to_vec();
+            assert_eq!(of(ragged.cu_tokens), [0, 1, 2]);
+            assert_eq!(of(ragged.block_tables), [4, 2, 0, 3, 1, 5]);
+            seen.push((of(&batch.token_ids()), of(&batch.positions()), of(ragged.kv_lens)));
+        }
+        assert_eq!(seen[0], (vec![-3, -4], vec![5, 11], vec![6, 12]));
+        assert_eq!(seen[1], (vec![-1, -2], vec![4, 10], vec![5, 11]));
+        batch.turn_to(0);
+        assert_eq!(batch.token_ids().as_slice::<i32>(), [5, 6, 7, 8]);
+
+        let refused =
+            |later: LaterSteps<'_>| super::tests::batch().set_with_later(&inputs, later).unwrap_err().to_string();
+        let three = LaterSteps { token_ids: &[0; 6], ..later };
+        assert_eq!(refused(three), "batch: number of later steps is 3, at most 2");
+        let odd = LaterSteps { token_ids: &[0; 3], ..later };
+        assert_eq!(refused(odd), "batch: number of tokens of later steps is 3, expected 2");
+        let none = LaterSteps { positions: &[], ..later };
+        assert_eq!(refused(none), "batch: number of positions of later steps is 0, expected 2");
     }
 
     #[test]

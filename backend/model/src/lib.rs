@@ -20,7 +20,7 @@ pub mod quant;
 mod testing;
 pub mod weights;
 
-pub use batch::{Batch, BatchInputs, BatchLimits, Sequences};
+pub use batch::{Batch, BatchInputs, BatchLimits, LaterSteps, Sequences};
 pub use config::{MlaConfig, ModelConfig, StoredQuantization};
 pub use drafthorse_kernels::ops::mla::Form as MlaForm;
 pub use drafts::{Base, Draft, load_draft};

@@ -152,8 +152,13 @@ impl Rig {
         let layout =
             KvLayout { layers: loaded.model.kv_layers(), last_hidden: 0, block_size: BLOCK_SIZE, dtype: options.dtype };
         let kv = KvCache::new(&options.device, layout, num_blocks).unwrap();
-        let limits =
-            BatchLimits { max_tokens, max_seqs: 1, max_blocks_per_seq: num_blocks, max_logit_rows: max_tokens };
+        let limits = BatchLimits {
+            max_tokens,
+            max_seqs: 1,
+            max_blocks_per_seq: num_blocks,
+            max_logit_rows: max_tokens,
+            max_later: 0,
+        };
         let batch = Batch::new(&options.device, limits).unwrap();
         let step = StepSize { tokens: max_tokens, seqs: 1, logit_rows: max_tokens, max_kv_len: longest };
         let workspace = Workspace::new(&options.device, loaded.model.workspace_bytes(step)).unwrap();

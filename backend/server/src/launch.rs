@@ -106,6 +106,7 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             max_ngram_size: settings.parse("speculate_max_ngram_size", COUNT)?,
             draft_token_bound: settings.parse("speculate_draft_token_bound", COUNT)?,
             adaptive: settings.parse_bool("speculate_adaptive")?,
+            forced_acceptance: settings.parse_optional("speculate_forced_acceptance", "a share, 0 to 1")?,
             draft_dir: draft::folder(settings, path)?,
             draft_quant_type: Some(settings.text("draft_model_quant_type"))
                 .filter(|name| !matches!(*name, "" | "none"))

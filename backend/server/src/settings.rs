@@ -75,6 +75,11 @@ pub const SETTINGS: &[Setting] = &[
     setting("speculate_draft_token_bound", "5", "what speculate_max_draft_token_num may be, 1 to 7"),
     setting("speculate_adaptive", "true", "with mtp: fewer drafts, or none, where they do not pay"),
     setting(
+        "speculate_forced_acceptance",
+        "",
+        "for benches alone: the share of drafts, 0 to 1, that hold whatever the model says; its text then means nothing",
+    ),
+    setting(
         "draft_model_name_or_path",
         "",
         "with mtp, the draft: a folder, or a model beside this one; default the model mtp, else what is in the checkpoint",

@@ -20,8 +20,17 @@ pub(crate) enum Part {
     Whole,
     /// Up to the logits, so that masks may come while it runs.
     Forward,
-    /// Up to the logits of all tokens, so many of each sequence: what verifies drafts.
-    Drafted(usize),
+    /// Up to the logits of all tokens, so many of each sequence, or to what is picked from them as they are: what verifies drafts.
+    Drafted {
+        each: usize,
+        picks: bool,
+    },
+    /// What makes so many drafts for each sequence after a step of so many tokens each, whose hidden states are at this address.
+    Drafts {
+        each: usize,
+        drafts: usize,
+        from: u64,
+    },
     /// What then picks tokens, by masks. After each `Forward` of its size, so that both are recorded in the same step, and the logits
     /// that one leaves are those that the other reads.
     Pick,
@@ -49,9 +58,14 @@ impl Graphs {
         Graphs { device: device.clone(), eager, recordings: BTreeMap::new(), left: BTreeMap::new() }
     }
 
+    /// Whether anything is recorded.
+    pub fn records(&self) -> bool {
+        self.device != Device::Cpu && !self.eager
+    }
+
     /// Whether steps of so many tokens with drafts among them are recorded.
     pub fn takes_drafted(&self, num_tokens: usize) -> bool {
-        self.device != Device::Cpu && !self.eager && num_tokens <= MOST_DRAFTED
+        self.records() && num_tokens <= MOST_DRAFTED
     }
 
     /// Where the part left its results when it was recorded.

@@ -67,6 +67,8 @@ pub(crate) struct Inputs {
     pub is_plain: bool,
     /// Some of them may be by a mask.
     pub is_masked: bool,
+    /// Each of `logits` gives a token as it is, drafts before it or not, and nothing is told of it.
+    pub picks_as_they_are: bool,
     /// The rows that the batch was padded to, if the step can be replayed from a recording.
     pub replay: Option<usize>,
     token_ids: Vec<i32>,
@@ -84,6 +86,7 @@ impl Inputs {
             logits: Vec::with_capacity(max_tokens),
             is_plain: false,
             is_masked: false,
+            picks_as_they_are: false,
             replay: None,
             token_ids: Vec::with_capacity(max_tokens),
             positions: Vec::with_capacity(max_tokens),
@@ -117,8 +120,13 @@ impl Inputs {
         };
         let limits = batch.limits();
         let max_rows = limits.max_seqs.min(limits.max_tokens).min(limits.max_logit_rows);
-        self.is_plain = self.logits.iter().all(|row| is_plain(row, slots));
-        self.is_masked = self.logits.iter().any(|row| slots.state(row.slot).is_masked());
+        let may_be_masked = |row: &LogitRow| slots.state(row.slot).is_masked();
+        let is_as_it_is = |row: &LogitRow| is_picked_as_it_is(row, slots);
+        let follows_no_draft = |row: &LogitRow| row.of == LogitsOf::Next { after_drafts: 0 };
+        self.picks_as_they_are = self.logits.iter().all(is_as_it_is);
+        self.is_plain = self.picks_as_they_are && self.logits.iter().all(follows_no_draft);
+        self.is_masked = self.logits.iter().any(may_be_masked);
+        self.picks_as_they_are &= !self.is_masked;
         let decodes = self.is_plain && self.logits.len() == self.token_ids.len();
         self.replay = graphs.size(self.logits.len(), max_rows).filter(|_| decodes);
         match self.replay {
@@ -226,6 +234,8 @@ impl Inputs {
     }
 }
 
-fn is_plain(row: &LogitRow, slots: &Slots) -> bool {
-    row.of == LogitsOf::Next { after_drafts: 0 } && row.logprobs.is_none() && !slots.state(row.slot).changes_logits()
+/// But for masks.
+fn is_picked_as_it_is(row: &LogitRow, slots: &Slots) -> bool {
+    let is_next = matches!(row.of, LogitsOf::Next { .. });
+    is_next && row.logprobs.is_none() && !slots.state(row.slot).changes_logits()
 }

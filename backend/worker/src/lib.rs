@@ -7,6 +7,7 @@
 pub mod bench;
 mod checksum;
 mod config;
+mod drafted;
 mod error;
 pub mod grammar;
 mod graphs;

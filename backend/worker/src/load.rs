@@ -20,7 +20,7 @@ use crate::memory::{MemoryPlan, Needs, budget};
 use crate::runner::{MAX_IN_FLIGHT, Runner};
 use crate::sampler::{Sampler, logit_rows};
 use crate::slots::{SlotSizes, Slots};
-use crate::spec::{self, DraftSizes, Drafter, Method, ModelProposer, Proposer};
+use crate::spec::{self, DraftSizes, Drafter, Forced, Method, ModelProposer, Proposer};
 
 /// How far loading has come.
 #[derive(Clone, Debug)]
@@ -64,6 +64,9 @@ pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) 
         && let Err(running) = pool::set_threads(num_threads)
     {
         warn!(num_threads, running, "the cpu pool runs already, its number of threads stays");
+    }
+    if let Some(share) = config.speculate.forced_acceptance {
+        warn!(share, "drafts hold whatever the model says: the text means nothing (speculate_forced_acceptance)");
     }
     let device = config.device.open()?;
     let mut network = network(config, &device, matches!(method, Method::Model), progress)?;
@@ -214,7 +217,8 @@ pub(crate) fn assemble(
         }
         None => proposer,
     };
-    let limits = BatchLimits { max_tokens, max_seqs, max_blocks_per_seq: sizes.max_blocks, max_logit_rows };
+    let limits =
+        BatchLimits { max_tokens, max_seqs, max_blocks_per_seq: sizes.max_blocks, max_logit_rows, max_later: 0 };
     let ready = Ready {
         num_blocks: plan.num_blocks,
         block_size: plan.block_size,
@@ -244,6 +248,7 @@ pub(crate) fn assemble(
             sampler: Sampler::new(device, chunk_rows, max_logit_rows, vocab_size)?,
             graphs: Graphs::new(device, config.eager),
             proposer,
+            forced: config.speculate.forced_acceptance.and_then(Forced::new),
             propose_rows: Vec::with_capacity(max_seqs),
             kept_rows: Vec::with_capacity(max_seqs),
             max_model_len,

@@ -49,12 +49,22 @@ pub(crate) fn spawn_with(
 fn serve(mut runner: Runner, end: &RankEnd) {
     let mut next = None;
     loop {
-        // Without a step in flight there is nothing to do but wait for one.
+        // Without a step in flight there is nothing to do but wait for one, awake if the device has drafts for it soon.
         if next.is_none() {
-            next = if runner.in_flight.is_empty() { end.recv() } else { end.try_recv() };
-        }
-        if next.is_none() && runner.in_flight.is_empty() {
-            break;
+            next = end.try_recv();
+            let is_idle = next.is_none() && runner.in_flight.is_empty();
+            match is_idle.then(|| runner.is_drafting()) {
+                Some(Ok(true)) => {
+                    thread::yield_now();
+                    continue;
+                }
+                // If the device has failed, the next step will say so.
+                Some(_) => match end.recv() {
+                    Some(step) => next = Some(step),
+                    None => break,
+                },
+                None => {}
+            }
         }
         let turn = catch_unwind(AssertUnwindSafe(|| turn(&mut runner, &mut next)));
         match turn.unwrap_or_else(|panic| Err(panicked(&*panic))) {

@@ -23,7 +23,7 @@ use crate::graphs::{Graphs, Part};
 use crate::inputs::{Inputs, LogitRow, LogitsOf, PlannedRow};
 use crate::sampler::Sampler;
 use crate::slots::{SlotState, Slots, changes_logits};
-use crate::spec::{ProposeRow, Proposer};
+use crate::spec::{Forced, ProposeRow, Proposer};
 
 /// Steps that a rank has at once at most: one that the device runs, and one behind it.
 pub(crate) const MAX_IN_FLIGHT: usize = 2;
@@ -42,6 +42,8 @@ pub(crate) struct Runner {
     pub slots: Slots,
     pub sampler: Sampler,
     pub proposer: Option<Box<dyn Proposer>>,
+    /// Which drafts hold, if that is not for the target to say.
+    pub forced: Option<Forced>,
     /// The rows that the proposer is shown, kept from step to step.
     pub propose_rows: Vec<ProposeRow>,
     /// Rows of hidden states and the slots that keep them, likewise.
@@ -69,7 +71,7 @@ pub(crate) struct InFlight {
     work: Work,
 }
 
-enum Work {
+pub(crate) enum Work {
     /// The device has it, or it had none.
     Plain,
     /// The device has it up to its logits: not the oldest step in flight, whose tokens decide what may come next.
@@ -271,9 +273,6 @@ impl Runner {
             return Err(WorkerError::OutOfStep { got: step.id, want });
         }
         self.last_step = step.id;
-        if let Some(proposer) = &mut self.proposer {
-            proposer.collect(&mut self.slots)?;
-        }
         for &slot in &step.release {
             self.slots.release(step.id, slot)?;
         }
@@ -341,67 +340,16 @@ impl Runner {
         Ok(if is_masked { Work::Unpicked { replay, logits: unpicked } } else { Work::Plain })
     }
 
-    /// Any other step, to its results.
-    fn run_to_its_end(&mut self, step: &Step) -> Result<Work> {
-        let mut results = vec![RowResult::default(); step.rows.len()];
-        let mut timing = Timing::default();
-        let started = Instant::now();
-        if self.batch.num_tokens() > 0 {
-            let (hidden, logits) = self.forward()?;
-            timing.forward = started.elapsed();
-            self.sample(&hidden, logits)?;
-            self.verify(&hidden, &mut results)?;
-            timing.sample = started.elapsed() - timing.forward;
-            self.propose(&hidden, started.elapsed(), &mut results)?;
-            timing.propose = started.elapsed() - timing.forward - timing.sample;
-        }
-        Ok(Work::Done(results, timing))
-    }
-
-    /// The hidden states of the batch, `[tokens, hidden]`, and if they were recorded with them the logits of all, `[tokens, vocab]`.
-    fn forward(&mut self) -> Result<(Tensor, Option<Tensor>)> {
-        let drafted = self.drafted();
-        let Runner { model, kv, workspace, comm, batch, graphs, .. } = self;
-        let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
-        let Some((size, part)) = drafted else { return Ok((model.forward(&mut cx)?, None)) };
-        let mut made = None;
-        graphs.run(size, part, || {
-            let hidden = model.forward(&mut cx)?;
-            let logits = model.logits(&hidden, &mut cx)?;
-            made = Some((hidden, logits));
-            Ok(())
-        })?;
-        if let Some((hidden, logits)) = made {
-            graphs.note_left(size, part, [hidden.device_address(), logits.device_address()]);
-            return Ok((hidden, Some(logits)));
-        }
-        // The workspace gives the same places again for the same takes.
-        let tokens = self.batch.num_tokens();
-        let hidden = self.workspace.take([tokens, self.hidden.0], self.hidden.1)?;
-        let logits = self.workspace.take([tokens, self.vocab_size], DType::F32)?;
-        let places = [hidden.device_address(), logits.device_address()];
-        assert!(self.graphs.left(size, part) == Some(places), "a recorded step has left its results elsewhere");
-        Ok((hidden, Some(logits)))
-    }
-
-    /// What the step is recorded as, if each of its rows has as many tokens as the others, all but one of them drafts.
-    fn drafted(&self) -> Option<(usize, Part)> {
-        let rows = &self.inputs.rows;
-        let each = rows.first().map_or(0, |row| row.tokens.len());
-        let tokens = self.batch.num_tokens();
-        let is_alike = |row: &PlannedRow| row.tokens.len() == each && row.num_drafts + 1 == each && row.wants_token;
-        let is_whole = each > 1 && rows.iter().all(is_alike) && self.inputs.logits.len() == tokens;
-        (is_whole && self.graphs.takes_drafted(tokens)).then_some((rows.len(), Part::Drafted(each)))
-    }
-
     /// Logits of the rows that want them, as many at a time as the workspace is planned for; then tokens and
     /// log-probabilities, which the sampler keeps. `logits` are those of all rows, if they are there already.
-    fn sample(&mut self, hidden: &Tensor, logits: Option<Tensor>) -> Result<()> {
+    pub(crate) fn sample(&mut self, hidden: &Tensor, logits: Option<Tensor>) -> Result<()> {
         let rows = &self.inputs.logits;
         self.sampler.begin();
         self.sampler.fill_masks(&self.inputs.rows, &self.inputs.logits, &mut self.slots);
         if let Some(mut logits) = logits {
-            return self.sampler.sample(rows, &mut logits, &self.slots, &self.workspace);
+            // The step may have been padded.
+            let logits = &mut logits.rows_mut(0..rows.len());
+            return self.sampler.sample(rows, logits, &self.slots, &self.workspace);
         }
         let (_, width) = hidden.rows_cols();
         let mut next = 0;

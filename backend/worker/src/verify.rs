@@ -32,7 +32,10 @@ impl Runner {
             state.num_computed += computed;
             state.ended |= result.ended.is_some() || result.error.is_some();
             self.slots.cut_drafts(row.slot, 0);
-            self.kept_rows.push(((row.tokens.start + computed - 1) as u32, row.slot.0));
+            // Only the first log-probability of a prompt's next chunk is made from it.
+            if !row.wants_token {
+                self.kept_rows.push(((row.tokens.start + computed - 1) as u32, row.slot.0));
+            }
         }
         self.slots.keep_hidden(hidden, &self.kept_rows)
     }
@@ -82,15 +85,20 @@ impl Runner {
                 result.error = Some(error.clone());
                 break;
             }
-            let Some(token) = self.sampler.token(index) else {
+            let Some(sampled) = self.sampler.token(index) else {
                 let position = self.inputs.logits[index].position as u32;
                 result.error = Some(RowError::NotFinite { position });
                 break;
             };
             held = after_drafts;
             let draft = self.slots.drafts(row.slot).get(after_drafts).filter(|_| after_drafts < row.num_drafts);
-            let draft_holds = draft.is_some_and(|&draft| draft as TokenId == token);
+            let draft = draft.map(|&draft| draft as TokenId);
             let state = self.slots.state_mut(row.slot);
+            let (token, draft_holds) = match (self.forced, draft) {
+                (Some(forced), Some(draft)) if forced.holds(state.sampling.seed, state.tokens.len()) => (draft, true),
+                (Some(_), _) => (sampled, false),
+                (None, draft) => (sampled, draft == Some(sampled)),
+            };
             result.error = state.accept(token).err();
             result.accepted.push(token);
             result.logprobs.extend(self.sampler.logprobs(index).cloned());
@@ -129,6 +137,7 @@ impl Runner {
             slots: &mut self.slots,
             hidden,
             decode: is_decode.then(|| (took, self.batch.num_tokens())),
+            graphs: &mut self.graphs,
             forward: Forward {
                 batch: &self.batch,
                 kv: &mut self.kv,

@@ -75,7 +75,8 @@ fn run(draft: &Draft, layers: Vec<crate::KvLayer>, chunks: &[usize]) -> Vec<f32>
     let layout = KvLayout { layers, last_hidden: 0, block_size: BLOCK_SIZE, dtype: DType::F32 };
     let mut kv = KvCache::new(cpu, layout, 4).unwrap();
     let longest = TOKENS.len();
-    let limits = BatchLimits { max_tokens: longest, max_seqs: 1, max_blocks_per_seq: 4, max_logit_rows: longest };
+    let limits =
+        BatchLimits { max_tokens: longest, max_seqs: 1, max_blocks_per_seq: 4, max_logit_rows: longest, max_later: 0 };
     let mut batch = Batch::new(cpu, limits).unwrap();
     let step = StepSize { tokens: longest, seqs: 1, logit_rows: longest, max_kv_len: 64 };
     // As large as planned: a pass that needs more fails.

@@ -309,7 +309,8 @@ mod tests {
         moe.shared = Some(SharedMlp { mlp, gate: Some(shared_gate) });
         (moe.gate, moe.gate_up, moe.down) = (counted(moe.gate), counted(moe.gate_up), counted(moe.down));
 
-        let limits = BatchLimits { max_tokens: tokens, max_seqs: 1, max_blocks_per_seq: 1, max_logit_rows: 1 };
+        let limits =
+            BatchLimits { max_tokens: tokens, max_seqs: 1, max_blocks_per_seq: 1, max_logit_rows: 1, max_later: 0 };
         let layout = KvLayout { layers: Vec::new(), last_hidden: 0, block_size: 16, dtype: DType::F32 };
         let cx = Forward {
             batch: &Batch::new(&Device::Cpu, limits).unwrap(),

@@ -1,5 +1,6 @@
 //! Draft methods, by the name that settings use.
 
+mod forced;
 mod model;
 mod ngram;
 mod policy;
@@ -7,6 +8,7 @@ mod proposer;
 
 use std::path::PathBuf;
 
+pub(crate) use forced::Forced;
 pub(crate) use model::{DraftSizes, Drafter, ModelProposer};
 pub use ngram::Ngram;
 pub use proposer::{Propose, ProposeRow, Proposer};
@@ -14,7 +16,7 @@ pub use proposer::{Propose, ProposeRow, Proposer};
 use crate::error::{Result, WorkerError};
 
 /// How drafts are made, as an operator sets it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct SpeculateConfig {
     /// `speculate_method`; one of [`methods`].
     pub method: String,
@@ -26,6 +28,8 @@ pub struct SpeculateConfig {
     pub draft_token_bound: u32,
     /// `speculate_adaptive`: fewer drafts or none where they do not pay.
     pub adaptive: bool,
+    /// `speculate_forced_acceptance`, for benches alone: the share of drafts that hold whatever the target says.
+    pub forced_acceptance: Option<f32>,
     /// `draft_model_name_or_path`, as a folder. `None`: the drafter is part of the base's checkpoint.
     pub draft_dir: Option<PathBuf>,
     /// `draft_model_quant_type`. `None` keeps what the drafter's checkpoint has.
@@ -40,6 +44,7 @@ impl Default for SpeculateConfig {
             max_ngram_size: 1,
             draft_token_bound: 5,
             adaptive: true,
+            forced_acceptance: None,
             draft_dir: None,
             draft_quant_type: None,
         }
@@ -84,6 +89,9 @@ pub(crate) fn method(config: &SpeculateConfig) -> Result<Method> {
             _ => format!("1 to {bound}; speculate_draft_token_bound allows up to {MAX_DRAFTS}"),
         };
         return Err(setting("speculate_max_draft_token_num", &drafts, must));
+    }
+    if let Some(share) = config.forced_acceptance.filter(|share| Forced::new(*share).is_none()) {
+        return Err(setting("speculate_forced_acceptance", &share, "0 to 1".into()));
     }
     if config.max_ngram_size == 0 {
         return Err(setting("speculate_max_ngram_size", &config.max_ngram_size, "at least 1".into()));

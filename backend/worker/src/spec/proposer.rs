@@ -8,6 +8,7 @@ use drafthorse_kernels::Tensor;
 use drafthorse_model::Forward;
 
 use crate::error::Result;
+use crate::graphs::Graphs;
 use crate::slots::Slots;
 
 /// One sequence of the step that has just been verified; those that failed are left out.
@@ -38,6 +39,7 @@ pub struct Propose<'a> {
     pub decode: Option<(Duration, usize)>,
     /// What a drafter's model is handed; its batch is still the target's.
     pub forward: Forward<'a>,
+    pub(crate) graphs: &'a mut Graphs,
 }
 
 /// Guesses the tokens that follow each row's history.
@@ -57,8 +59,22 @@ pub trait Proposer: Send {
     /// If the drafter's model fails: that ends the group.
     fn propose(&mut self, step: &mut Propose<'_>) -> Result<()>;
 
+    /// Drafts that stay on the device, if there are such: until they are [collected](Self::collect) a slot has in the place of each
+    /// [`sampled_by`](drafthorse_kernels::ops::feed_tokens::sampled_by) its row there.
+    fn on_device(&self) -> Option<&Tensor> {
+        None
+    }
+
+    /// Whether the device still makes drafts, which the next step will be given without waiting for them.
+    ///
+    /// # Errors
+    /// `Kernel` if the device has failed.
+    fn is_waited_for(&self) -> Result<bool> {
+        Ok(false)
+    }
+
     /// Puts the drafts in place that were still on their way from the device when [`propose`](Self::propose) returned. Until then a slot
-    /// has as many as there will be, of any value.
+    /// has as many as there will be.
     ///
     /// # Errors
     /// As [`propose`](Self::propose).

@@ -226,9 +226,9 @@ fn a_checkpoint_with_drafts_goes_on_as_without() {
     for job in &mut jobs {
         job.sampling.temperature = 0.0;
     }
-    let run = |device, num_drafts| {
+    let run = |device, num_drafts, eager| {
         let change = |config: &mut WorkerConfig| {
-            (config.device, config.dtype) = (device, ActivationDtype::Bfloat16);
+            (config.device, config.dtype, config.eager) = (device, ActivationDtype::Bfloat16, eager);
             if num_drafts > 0 {
                 config.speculate = SpeculateConfig {
                     method: "mtp".into(),
@@ -243,10 +243,11 @@ fn a_checkpoint_with_drafts_goes_on_as_without() {
         let outcomes = engine.serve(&jobs, Schedule::together());
         (outcomes, engine.num_held as f64 / engine.num_drafts.max(1) as f64)
     };
-    let (plain, _) = run(DeviceKind::Cuda(0), 0);
-    let (_, held_on_cpu) = run(DeviceKind::Cpu, 3);
+    let (plain, _) = run(DeviceKind::Cuda(0), 0, false);
+    let (_, held_on_cpu) = run(DeviceKind::Cpu, 3, false);
+    let (_, held_op_by_op) = run(DeviceKind::Cuda(0), 3, true);
     for num_drafts in [1, 3] {
-        let (drafted, held) = run(DeviceKind::Cuda(0), num_drafts);
+        let (drafted, held) = run(DeviceKind::Cuda(0), num_drafts, false);
         let mut alike = 0;
         for (drafted, plain) in drafted.iter().zip(&plain) {
             assert!(drafted.error.is_none() && drafted.tokens.len() == plain.tokens.len());
@@ -259,5 +260,7 @@ fn a_checkpoint_with_drafts_goes_on_as_without() {
         // More rows are rounded otherwise, so that near-ties may fall otherwise, and all that follows them.
         assert!(alike * 2 > all, "{alike} of {all} tokens");
         assert!(num_drafts == 1 || (held - held_on_cpu).abs() < 0.1, "{held} held, on the CPU {held_on_cpu}");
+        let apart = (held - held_op_by_op).abs();
+        assert!(num_drafts == 1 || apart < 0.03, "{held} held, with passes run op by op {held_op_by_op}");
     }
 }

@@ -10,6 +10,7 @@
 //! step that verifies them.
 mod on_device;
 mod plan;
+mod recorded;
 mod sizes;
 
 use std::time::Instant;
@@ -60,6 +61,7 @@ pub(crate) struct ModelProposer {
     most: Option<usize>,
     pass: Pass,
     chains: Vec<Chain>,
+    recorded: recorded::Inputs,
 }
 
 impl ModelProposer {
@@ -68,7 +70,8 @@ impl ModelProposer {
             max_tokens: sizes.max_pass_tokens(),
             max_seqs: sizes.max_seqs,
             max_blocks_per_seq: sizes.max_blocks_per_seq,
-            max_logit_rows: 0,
+            max_logit_rows: sizes.max_seqs,
+            max_later: sizes.max_drafts.saturating_sub(1),
         };
         let chunk_rows = sizes.step().logit_rows;
         let mut greedy = RowParams::new(device, chunk_rows)?;
@@ -89,6 +92,7 @@ impl ModelProposer {
             written: vec![0; sizes.max_seqs],
             whole: vec![false; sizes.num_blocks],
             pass: Pass::default(),
+            recorded: recorded::Inputs::default(),
             chains: Vec::with_capacity(sizes.max_seqs),
             on_device: if *device == Device::Cpu { None } else { Some(OnDevice::new(device, &drafter, sizes)?) },
             drafter,
@@ -178,8 +182,12 @@ impl Proposer for ModelProposer {
         let num_chains = self.chains.len();
         let num_tokens = self.pass.token_ids.len();
         let (workspace, (_, width), dtype) = (step.forward.workspace, step.hidden.rows_cols(), step.hidden.dtype());
+        let alike = self.alike(step);
+        if let Some(alike) = alike {
+            self.run_recorded(alike, step)?;
+        }
         let mut hidden = workspace.take([self.chains.len(), width], dtype)?;
-        if num_tokens > 0 {
+        if num_tokens > 0 && alike.is_none() {
             let mut input = workspace.take([num_tokens, width], dtype)?;
             copy_rows_from(step.hidden, &mut input, &self.pass.from_step)?;
             copy_rows_from(step.forward.kv.last_hidden(), &mut input, &self.pass.from_blocks)?;
@@ -207,6 +215,17 @@ impl Proposer for ModelProposer {
         Ok(())
     }
 
+    fn on_device(&self) -> Option<&Tensor> {
+        self.on_device.as_ref().map(|on_device| &on_device.drafts)
+    }
+
+    fn is_waited_for(&self) -> Result<bool> {
+        match &self.on_device {
+            Some(OnDevice { on_host, coming, .. }) if !coming.is_empty() => Ok(!on_host.is_done()?),
+            _ => Ok(false),
+        }
+    }
+
     fn collect(&mut self, slots: &mut Slots) -> Result<()> {
         let Some(OnDevice { on_host, coming, .. }) = &mut self.on_device else { return Ok(()) };
         if coming.is_empty() {
@@ -226,11 +245,15 @@ impl Proposer for ModelProposer {
 
 /// What the drafter's model is handed.
 fn with<'a>(step: &'a mut Propose<'_>, batch: &'a Batch, target_hidden: &'a Tensor) -> Forward<'a> {
+    with_parts(&mut step.forward, batch, target_hidden)
+}
+
+fn with_parts<'a>(of_step: &'a mut Forward<'_>, batch: &'a Batch, target_hidden: &'a Tensor) -> Forward<'a> {
     Forward {
         batch,
-        kv: step.forward.kv,
-        workspace: step.forward.workspace,
-        comm: step.forward.comm,
+        kv: of_step.kv,
+        workspace: of_step.workspace,
+        comm: of_step.comm,
         target_hidden: Some(target_hidden),
         taps: &mut [],
     }

@@ -13,11 +13,11 @@ use crate::error::Result;
 /// Drafts that stay on the device until all are made.
 pub(super) struct OnDevice {
     /// Draft token to token, `[draft tokens]`, if they differ.
-    tokens: Option<Tensor>,
+    pub(super) tokens: Option<Tensor>,
     /// `[max drafts * max seqs]`: the first of each chain, then the second of those that have one, and so on.
     pub(super) drafts: Tensor,
     pub(super) on_host: Readback<i32>,
-    max_seqs: usize,
+    pub(super) max_seqs: usize,
     /// Drafts that are on their way, by slot, as places in `drafts`.
     pub(super) coming: Vec<(Slot, Places)>,
 }
@@ -38,11 +38,16 @@ impl OnDevice {
         })
     }
 
+    /// Turns drafts that were picked into the target's tokens.
+    pub(super) fn keep_ids(ids: &Tensor, tokens: Option<&Tensor>, drafts: &mut Tensor) -> Result<()> {
+        Ok(map_tokens(ids, tokens, drafts)?)
+    }
+
     /// Keeps the drafts that were picked as `ids` for some chains, of which `first` come before.
     pub(super) fn keep(&mut self, first: usize, ids: &Tensor, chains: &mut [Chain]) -> Result<()> {
         let Some(chain) = chains.first() else { return Ok(()) };
         let first = chain.num_drafts * self.max_seqs + first;
-        map_tokens(ids, self.tokens.as_ref(), &mut self.drafts.rows_mut(first..first + chains.len()))?;
+        Self::keep_ids(ids, self.tokens.as_ref(), &mut self.drafts.rows_mut(first..first + chains.len()))?;
         for (place, chain) in (first..).zip(chains) {
             chain.places[chain.num_drafts] = place as u32;
             chain.draft = sampled_by(place);

@@ -121,7 +121,7 @@ impl ModelProposer {
                 return false;
             }
             step.slots.draft(chain.slot, |_, drafts| {
-                drafts[chain.num_drafts] = chain.draft.max(0);
+                drafts[chain.num_drafts] = chain.draft;
                 chain.num_drafts + 1
             });
             chain.num_drafts += 1;
