@@ -12,12 +12,21 @@ use std::time::Duration;
 pub(crate) const MAX_DRAFTS: usize = 8;
 
 /// Tokens of a step up to which its time is kept.
-const MAX_TOKENS: usize = 64;
+const MAX_TOKENS: usize = 512;
 
-/// Weight of the newest measurement.
-const NEWEST: f32 = 0.2;
-/// And of the newest draft, of which there are more.
+/// Weight of the newest measurement, if it is longer than what was believed and if it is shorter. Whatever comes between makes a step
+/// longer, never shorter.
+const LONGER: f32 = 0.1;
+const SHORTER: f32 = 0.4;
+/// What is longer still counts as this many times what was believed.
+const LONGEST: f32 = 2.0;
+
+/// Weight of a sequence's newest draft at least; at first it is more, as if this many had been seen before.
 const NEWEST_DRAFT: f32 = 0.05;
+const SEEN_BEFORE: f32 = 4.0;
+/// And among the drafts of all sequences.
+const NEWEST_OF_ALL: f32 = 0.0125;
+const SEEN_OF_ALL: f32 = 8.0;
 
 /// Drafting steps between two without drafts; the first comes sooner.
 const PLAIN_EVERY: u32 = 64;
@@ -42,11 +51,13 @@ pub(crate) struct Policy {
     /// What a token adds to a step, as a share of a step of one token.
     token_share: f32,
     /// T, by tokens.
-    steps: [Option<f32>; MAX_TOKENS + 1],
+    steps: Vec<Time>,
+    /// Runs of each number of tokens that take longer than those after them: kernels are loaded, steps are recorded.
+    cold_runs: u8,
     /// P, by sequences and drafts.
     proposals: Vec<[Option<f32>; MAX_DRAFTS + 1]>,
-    /// How often the drafts up to this one held, of all sequences: the start of a new one.
-    holds: Holds,
+    /// How often drafts held, of all sequences: the start of a new one.
+    holds: Held,
     until_plain: u32,
     until_forgotten: u32,
     /// Steps that drafts may yet seem not to pay before they are given up.
@@ -56,9 +67,24 @@ pub(crate) struct Policy {
 /// By a draft's place, how often it and all before it held.
 pub(crate) type Holds = [f32; MAX_DRAFTS];
 
+/// That of one sequence, or of all.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Held {
+    pub holds: Holds,
+    /// Times that drafts were verified.
+    seen: f32,
+}
+
+/// A time that is measured again and again.
+#[derive(Clone, Copy, Debug, Default)]
+struct Time {
+    seconds: Option<f32>,
+    runs: u8,
+}
+
 impl Policy {
     /// `token_share` is about 0.4 where multiplying costs most, on a CPU, and next to nothing where reading weights does.
-    pub fn new(max_drafts: usize, adaptive: bool, token_share: f32) -> Self {
+    pub fn new(max_drafts: usize, adaptive: bool, token_share: f32, cold_runs: u8) -> Self {
         let mut holds = [0.0; MAX_DRAFTS];
         let mut share = 1.0;
         for held in &mut holds {
@@ -69,9 +95,10 @@ impl Policy {
             max_drafts,
             adaptive,
             token_share,
-            steps: [None; MAX_TOKENS + 1],
+            steps: vec![Time::default(); MAX_TOKENS + 1],
+            cold_runs,
             proposals: vec![[None; MAX_DRAFTS + 1]; MAX_TOKENS + 1],
-            holds,
+            holds: Held { holds, seen: 0.0 },
             until_plain: FIRST_PLAIN,
             until_forgotten: FORGET_AFTER,
             patience: PATIENCE,
@@ -80,32 +107,40 @@ impl Policy {
 
     /// Begins anew.
     pub fn forget(&mut self) {
-        *self = Policy::new(self.max_drafts, self.adaptive, self.token_share);
+        *self = Policy::new(self.max_drafts, self.adaptive, self.token_share, self.cold_runs);
     }
 
     /// What a new sequence is believed to be like.
-    pub fn holds(&self) -> Holds {
-        self.holds
+    pub fn holds(&self) -> Held {
+        Held { seen: 0.0, ..self.holds }
     }
 
     /// Of `num_drafts` drafts of a sequence, `num_held` held.
-    pub fn learn_held(&mut self, of: &mut Holds, num_drafts: usize, num_held: usize) {
-        for at in 0..num_drafts.min(MAX_DRAFTS) {
-            let now = f32::from(u8::from(at < num_held));
-            self.holds[at] += NEWEST_DRAFT / 4.0 * (now - self.holds[at]);
-            of[at] += NEWEST_DRAFT * (now - of[at]);
+    pub fn learn_held(&mut self, of: &mut Held, num_drafts: usize, num_held: usize) {
+        if num_drafts == 0 {
+            return;
+        }
+        for (held, least, before) in [(of, NEWEST_DRAFT, SEEN_BEFORE), (&mut self.holds, NEWEST_OF_ALL, SEEN_OF_ALL)] {
+            held.seen += 1.0;
+            let newest = least.max(1.0 / (held.seen + before));
+            for (at, share) in held.holds[..num_drafts.min(MAX_DRAFTS)].iter_mut().enumerate() {
+                *share += newest * (f32::from(u8::from(at < num_held)) - *share);
+            }
         }
     }
 
     /// A step of so many tokens, none of them of prompts, took this long.
     pub fn learn_step(&mut self, num_tokens: usize, took: Duration) {
         if let Some(time) = self.steps.get_mut(num_tokens) {
-            average(time, took);
+            match time.runs < self.cold_runs {
+                true => time.runs += 1,
+                false => average(&mut time.seconds, took),
+            }
         }
         self.until_forgotten -= 1;
         if self.until_forgotten == 0 {
             self.until_forgotten = FORGET_AFTER;
-            self.steps = [None; MAX_TOKENS + 1];
+            self.steps.iter_mut().for_each(|time| time.seconds = None);
         }
     }
 
@@ -163,10 +198,10 @@ impl Policy {
 
     /// Seconds of a step, and whether they were measured.
     fn step(&self, num_tokens: usize) -> (f32, bool) {
-        if let Some(time) = self.steps.get(num_tokens).copied().flatten() {
+        if let Some(time) = self.steps.get(num_tokens).and_then(|time| time.seconds) {
             return (time, true);
         }
-        let known = || (0..).zip(&self.steps).filter_map(|(tokens, time)| Some((tokens, (*time)?)));
+        let known = || (0..).zip(&self.steps).filter_map(|(tokens, time)| Some((tokens, time.seconds?)));
         let Some((nearest, time)) = known().min_by_key(|(tokens, _): &(usize, f32)| tokens.abs_diff(num_tokens)) else {
             return (1.0 + self.token_share * (num_tokens as f32 - 1.0), false);
         };
@@ -182,7 +217,10 @@ impl Policy {
 
 fn average(mean: &mut Option<f32>, newest: Duration) {
     let newest = newest.as_secs_f32();
-    *mean = Some(mean.map_or(newest, |mean| mean + NEWEST * (newest - mean)));
+    *mean = Some(mean.map_or(newest, |mean| match newest > mean {
+        true => mean + LONGER * (newest.min(LONGEST * mean) - mean),
+        false => mean + SHORTER * (newest - mean),
+    }));
 }
 
 #[cfg(test)]
@@ -194,12 +232,13 @@ mod tests {
     /// Runs steps that cost what `step` and `propose` say, in milliseconds, with drafts of which a share holds. How many of the last
     /// hundred steps had how many drafts, by number.
     fn settled(num_seqs: usize, held: f32, step: impl Fn(usize) -> u32, propose: u32) -> Vec<usize> {
-        let mut policy = Policy::new(3, true, 0.4);
-        let mut holds = policy.holds();
+        let mut policy = Policy::new(3, true, 0.4, 2);
+        let mut held_before = policy.holds();
         let mut counts = vec![0; 4];
+        let mut times_run = vec![0; MAX_TOKENS + 1];
         let mut dice = 0u32;
         for number in 0..400 {
-            let drafts = policy.drafts(num_seqs, &holds);
+            let drafts = policy.drafts(num_seqs, &held_before.holds);
             let k = drafts.unwrap_or(0);
             let mut num_held = 0;
             while num_held < k {
@@ -209,11 +248,15 @@ mod tests {
                 }
                 num_held += 1;
             }
-            policy.learn_step(num_seqs * (1 + k), MILLI * step(num_seqs * (1 + k)));
+            let num_tokens = num_seqs * (1 + k);
+            times_run[num_tokens] += 1;
+            // Cold at first, and disturbed now and then.
+            let times = if times_run[num_tokens] <= 2 || number % 29 == 28 { 20 } else { 1 };
+            policy.learn_step(num_tokens, MILLI * step(num_tokens) * times);
             if drafts.is_some() {
                 policy.learn_proposal(num_seqs, k, MILLI * propose * k as u32);
             }
-            policy.learn_held(&mut holds, k, num_held);
+            policy.learn_held(&mut held_before, k, num_held);
             if number >= 300 {
                 counts[k] += 1;
             }
@@ -237,7 +280,7 @@ mod tests {
 
     #[test]
     fn without_adapting_there_are_always_as_many_as_allowed() {
-        let mut policy = Policy::new(3, false, 0.4);
+        let mut policy = Policy::new(3, false, 0.4, 0);
         policy.learn_step(1, MILLI);
         policy.learn_step(4, 100 * MILLI);
         assert!((0..200).all(|_| policy.drafts(1, &[0.0; MAX_DRAFTS]) == Some(3)));

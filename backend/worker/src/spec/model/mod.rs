@@ -25,7 +25,7 @@ use drafthorse_model::{Batch, BatchInputs, BatchLimits, Forward, Model};
 use self::on_device::OnDevice;
 use self::plan::{Chain, Pass};
 pub(crate) use self::sizes::DraftSizes;
-use super::policy::{Holds, Policy};
+use super::policy::{Held, Holds, Policy};
 use super::proposer::{Propose, Proposer};
 use crate::error::Result;
 use crate::row_params::RowParams;
@@ -56,7 +56,7 @@ pub(crate) struct ModelProposer {
     whole: Vec<bool>,
     policy: Policy,
     /// By slot: how its drafts have done.
-    holds: Vec<Holds>,
+    holds: Vec<Held>,
     /// Most drafts of each sequence of this step; `None`: they do not pay, and nothing is written for them.
     most: Option<usize>,
     pass: Pass,
@@ -79,8 +79,11 @@ impl ModelProposer {
             greedy.push(&SamplingParams::default(), 0);
         }
         greedy.send()?;
-        let token_share = if *device == Device::Cpu { 0.4 } else { 0.02 };
-        let policy = Policy::new(sizes.max_drafts, sizes.adaptive, token_share);
+        let policy = match device {
+            Device::Cpu => Policy::new(sizes.max_drafts, sizes.adaptive, 0.4, 0),
+            // Each shape is run op by op, then recorded.
+            Device::Cuda(_) => Policy::new(sizes.max_drafts, sizes.adaptive, 0.02, 2),
+        };
         Ok(ModelProposer {
             holds: vec![policy.holds(); sizes.max_seqs],
             policy,
@@ -114,7 +117,7 @@ impl ModelProposer {
                 *holds = self.policy.holds();
             }
             self.policy.learn_held(holds, row.num_drafts, row.num_held);
-            mean.iter_mut().zip(holds).for_each(|(mean, holds)| *mean += *holds);
+            mean.iter_mut().zip(holds.holds).for_each(|(mean, holds)| *mean += holds);
         }
         let num_seqs = running().count();
         mean.iter_mut().for_each(|mean| *mean /= num_seqs.max(1) as f32);
