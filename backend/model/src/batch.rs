@@ -389,8 +389,7 @@ mod tests {
         batch.turn_to(0);
         assert_eq!(batch.token_ids().as_slice::<i32>(), [5, 6, 7, 8]);
 
-        let refused =
-            |later: LaterSteps<'_>| super::tests::batch().set_with_later(&inputs, later).unwrap_err().to_string();
+        let mut refused = |later: LaterSteps<'_>| batch.set_with_later(&inputs, later).unwrap_err().to_string();
         let three = LaterSteps { token_ids: &[0; 6], ..later };
         assert_eq!(refused(three), "batch: number of later steps is 3, at most 2");
         let odd = LaterSteps { token_ids: &[0; 3], ..later };
