@@ -34,6 +34,8 @@ impl ModelProposer {
         let lies_there = step.rows.iter().enumerate().all(|(index, row)| {
             let entries = self.pass.cu_tokens.get(index + 1).map(|end| end - self.pass.cu_tokens[index]);
             row.num_drafts + 1 == alike.each
+                // Not a prompt's.
+                && row.hidden.len() <= alike.each
                 && row.hidden.start == index * alike.each
                 && entries == Some(row.hidden.len() as i32)
                 && step.slots.state(row.slot).num_computed - row.hidden.len() + alike.each
