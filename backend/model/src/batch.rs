@@ -5,6 +5,7 @@ use std::ops::Range;
 use drafthorse_kernels::device::{Staged, Staging};
 use drafthorse_kernels::ops::attention::Ragged;
 use drafthorse_kernels::ops::feed_tokens::feed_tokens;
+use drafthorse_kernels::ops::held_drafts::{HeldDrafts, held_drafts};
 use drafthorse_kernels::{DType, Device, Tensor, View};
 
 use crate::error::{ModelError, Result};
@@ -263,6 +264,28 @@ impl Batch {
     pub fn feed_tokens(&mut self, sampled: &Tensor) -> Result<()> {
         let tokens = self.window.tokens();
         Ok(feed_tokens(&mut self.token_ids.rows_mut(tokens), sampled)?)
+    }
+
+    /// Makes the step that was set, and its later steps, those that go on after a step of as many tokens that verified drafts: `fed` to
+    /// it, and `picked` by it, both `[tokens]`. For each sequence `logit_rows` has -1 or the number of drafts that hold, and becomes the
+    /// row of the first token that is no draft; later steps were set as if none held. See
+    /// [`held_drafts`](drafthorse_kernels::ops::held_drafts).
+    ///
+    /// # Errors
+    /// If the numbers differ, or the device fails.
+    pub fn follow_drafts(&mut self, fed: &Tensor, picked: &Tensor) -> Result<()> {
+        let Window { num_tokens, num_seqs, .. } = self.step;
+        let later = self.num_later * num_seqs;
+        Ok(held_drafts(&mut HeldDrafts {
+            fed,
+            picked,
+            tokens: &mut self.token_ids.rows_mut(0..num_tokens),
+            rows: &mut self.logit_rows.rows_mut(0..self.num_logit_rows),
+            later: [
+                &mut self.positions.rows_mut(num_tokens..num_tokens + later),
+                &mut self.kv_lens.rows_mut(num_seqs..num_seqs + later),
+            ],
+        })?)
     }
 
     /// `[tokens]`.

@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::graphs::Part;
 use crate::inputs::PlannedRow;
 use crate::runner::{Runner, Work};
+use crate::spec::Unseen;
 
 /// How far the device has been brought, and where its results are.
 struct Forwarded {
@@ -41,7 +42,7 @@ impl Runner {
             match logits {
                 Logits::NotYet => self.collect_and_sample(&hidden, None)?,
                 Logits::Of(logits) => self.collect_and_sample(&hidden, Some(logits))?,
-                Logits::Picked => self.take_picked()?,
+                Logits::Picked => self.take_picked(&hidden)?,
             }
             self.verify(&hidden, &mut results)?;
             timing.sample = started.elapsed() - timing.forward;
@@ -114,13 +115,32 @@ impl Runner {
         }
     }
 
-    /// The drafts' tokens, that were on their way, and those picked by a recorded step.
-    fn take_picked(&mut self) -> Result<()> {
+    /// The drafts' tokens, that were on their way, and those picked by a recorded step; the next drafts may be on their way by then.
+    fn take_picked(&mut self, hidden: &Tensor) -> Result<()> {
         let num_rows = self.inputs.logits.len();
         self.sampler.begin();
         self.sampler.clear_masks();
         self.sampler.ask(0, num_rows)?;
         self.collect_drafts()?;
+        if let Some(proposer) = &mut self.proposer {
+            proposer.propose_unseen(&mut Unseen {
+                rows: &self.inputs.rows,
+                slots: &self.slots,
+                hidden,
+                picked: self.sampler.picked(),
+                forced: self.forced,
+                max_model_len: self.max_model_len,
+                graphs: &mut self.graphs,
+                forward: Forward {
+                    batch: &self.batch,
+                    kv: &mut self.kv,
+                    workspace: &self.workspace,
+                    comm: &*self.comm,
+                    target_hidden: Some(hidden),
+                    taps: &mut [],
+                },
+            })?;
+        }
         self.sampler.take(0)
     }
 

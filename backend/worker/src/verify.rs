@@ -136,6 +136,7 @@ impl Runner {
             rows: &self.propose_rows,
             slots: &mut self.slots,
             hidden,
+            picked: Some(self.sampler.picked()).filter(|picked| self.inputs.logits.len() <= picked.dims()[0]),
             decode: is_decode.then(|| (took, self.batch.num_tokens())),
             graphs: &mut self.graphs,
             forward: Forward {

@@ -7,6 +7,7 @@ pub mod copy_rows;
 pub mod embed;
 pub mod feed_tokens;
 pub mod gather_rows;
+pub mod held_drafts;
 pub mod kv_write;
 pub mod logprobs;
 pub mod map_tokens;

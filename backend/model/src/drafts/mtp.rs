@@ -5,7 +5,6 @@
 //! The module's own output takes the place of h where the target has not been yet, so that one module drafts several tokens.
 
 use drafthorse_kernels::Tensor;
-use drafthorse_kernels::ops::concat::concat;
 
 use super::naming::Names;
 use crate::error::{ModelError, Result};
@@ -67,11 +66,8 @@ impl Model for Mtp {
         let mut residual = self.embedding.output(cx)?;
         {
             let mut pairs = cx.take([num_tokens, 2 * self.hidden_size], x.dtype())?;
-            let mut hidden = self.embedding.output(cx)?;
             self.embedding.forward(&mut residual, cx)?;
-            self.embedding_norm.forward(&residual, &mut x)?;
-            self.hidden_norm.forward(target_hidden, &mut hidden)?;
-            concat(&x, &hidden, &mut pairs)?;
+            self.embedding_norm.pair(&residual, &self.hidden_norm, target_hidden, &mut pairs)?;
             self.input.forward(&pairs, &mut residual, cx)?;
         }
         self.layer.begin(&residual, &mut x)?;
@@ -91,7 +87,7 @@ impl Model for Mtp {
     fn workspace_bytes(&self, step: StepSize) -> usize {
         let rows = |rows, width| tensor_bytes(rows * width, self.element_bytes);
         let hidden = rows(step.tokens, self.hidden_size);
-        let input = rows(step.tokens, 2 * self.hidden_size) + hidden + self.input.workspace_bytes(step.tokens);
+        let input = rows(step.tokens, 2 * self.hidden_size) + self.input.workspace_bytes(step.tokens);
         let layer = self.layer.workspace_bytes(step, self.element_bytes);
         let head = rows(step.logit_rows, self.hidden_size) + self.lm_head.workspace_bytes(step.logit_rows);
         hidden + head.max(hidden + input.max(layer))

@@ -2,7 +2,7 @@
 
 use drafthorse_kernels::Tensor;
 use drafthorse_kernels::ops::matmul_bf16::Squares;
-use drafthorse_kernels::ops::rms_norm::{add_rms_norm, rms_norm};
+use drafthorse_kernels::ops::rms_norm::{add_rms_norm, rms_norm, rms_norm_pair};
 
 use crate::error::Result;
 use crate::quant::SpreadNorm;
@@ -29,6 +29,11 @@ impl RmsNorm {
     /// `y = norm(x)`.
     pub(crate) fn forward(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
         Ok(rms_norm(x, &self.weight, self.eps, y)?)
+    }
+
+    /// `y = [norm(x) ; other's norm(z)]`, both with this norm's epsilon.
+    pub(crate) fn pair(&self, x: &Tensor, other: &RmsNorm, z: &Tensor, y: &mut Tensor) -> Result<()> {
+        Ok(rms_norm_pair(x, z, [&self.weight, &other.weight], self.eps, y)?)
     }
 
     /// `residual += x`, then `x = norm(residual)`.

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 pub(crate) use forced::Forced;
 pub(crate) use model::{DraftSizes, Drafter, ModelProposer};
 pub use ngram::Ngram;
-pub use proposer::{Propose, ProposeRow, Proposer};
+pub use proposer::{Propose, ProposeRow, Proposer, Unseen};
 
 use crate::error::{Result, WorkerError};
 

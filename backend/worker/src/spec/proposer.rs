@@ -9,7 +9,9 @@ use drafthorse_model::Forward;
 
 use crate::error::Result;
 use crate::graphs::Graphs;
+use crate::inputs::PlannedRow;
 use crate::slots::Slots;
+use crate::spec::Forced;
 
 /// One sequence of the step that has just been verified; those that failed are left out.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,9 +37,24 @@ pub struct Propose<'a> {
     pub slots: &'a mut Slots,
     /// The target's last hidden states, `[tokens, hidden]`.
     pub hidden: &'a Tensor,
+    /// What was picked on the device of the step's logits, if all of it is still there.
+    pub picked: Option<&'a Tensor>,
     /// Time and tokens of the step, if it ran no prompts.
     pub decode: Option<(Duration, usize)>,
     /// What a drafter's model is handed; its batch is still the target's.
+    pub forward: Forward<'a>,
+    pub(crate) graphs: &'a mut Graphs,
+}
+
+/// A step that the device still runs.
+pub struct Unseen<'a> {
+    pub(crate) rows: &'a [PlannedRow],
+    pub slots: &'a Slots,
+    /// As in [`Propose`], and what is picked of the step's logits, `[tokens]`.
+    pub hidden: &'a Tensor,
+    pub picked: &'a Tensor,
+    pub(crate) forced: Option<Forced>,
+    pub max_model_len: usize,
     pub forward: Forward<'a>,
     pub(crate) graphs: &'a mut Graphs,
 }
@@ -51,6 +68,15 @@ pub trait Proposer: Send {
 
     /// True if it reads the accepted tokens on the host: then no step may run ahead of its result.
     fn needs_host_tokens(&self) -> bool;
+
+    /// May put the making of drafts on the device's stream behind a step that verifies drafts, of which as many hold as will; then
+    /// [`propose`](Self::propose) follows for the same step.
+    ///
+    /// # Errors
+    /// As [`propose`](Self::propose).
+    fn propose_unseen(&mut self, _step: &mut Unseen<'_>) -> Result<()> {
+        Ok(())
+    }
 
     /// Writes drafts to the slots of `step.rows` through [`Slots::draft`], at most
     /// [`max_drafts`](Self::max_drafts) and at most `room` each. None is a valid guess.

@@ -29,16 +29,44 @@ pub(super) fn add_rms_norm(
     unsafe { launch.run(device, OP, "add_rms_norm_bf16", &args) }
 }
 
+pub(super) fn rms_norm_pair(
+    device: &CudaDevice,
+    a: &Tensor,
+    b: &Tensor,
+    weights: [&Tensor; 2],
+    eps: f32,
+    y: &mut Tensor,
+) -> Result<()> {
+    let (rows, _) = a.rows_cols();
+    let (launch, hidden) = plan_blocks(a, weights[0], 2 * rows)?;
+    let args = [
+        a.into(),
+        b.into(),
+        weights[0].into(),
+        weights[1].into(),
+        y.into(),
+        (rows as u32).into(),
+        hidden.into(),
+        eps.into(),
+    ];
+    // SAFETY: `pair.rs` checked the shapes.
+    unsafe { launch.run(device, OP, "rms_norm_pair_bf16", &args) }
+}
+
 /// One block a row, and the length of a row.
 fn plan(x: &Tensor, weight: &Tensor) -> Result<(Launch, u32)> {
+    plan_blocks(x, weight, x.rows_cols().0)
+}
+
+fn plan_blocks(x: &Tensor, weight: &Tensor, blocks: usize) -> Result<(Launch, u32)> {
     x.expect_dtype(OP, "x", DType::BF16)?;
     weight.expect_dtype(OP, "weight", DType::F32)?;
-    let (rows, hidden) = x.rows_cols();
+    let (_, hidden) = x.rows_cols();
     if !hidden.is_multiple_of(VECTOR) {
         return Err(KernelError::NotMultiple { op: OP, what: "hidden", size: hidden, of: VECTOR });
     }
     let threads = (hidden / VECTOR).next_multiple_of(32).min(1024) as u32;
-    Ok((Launch::new(rows, threads), hidden as u32))
+    Ok((Launch::new(blocks, threads), hidden as u32))
 }
 
 #[cfg(test)]

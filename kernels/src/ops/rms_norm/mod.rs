@@ -5,8 +5,10 @@
 mod cpu;
 mod cuda;
 mod heads;
+mod pair;
 
 pub use heads::rms_norm_heads;
+pub use pair::rms_norm_pair;
 
 use crate::device::Device;
 use crate::error::Result;

@@ -1,4 +1,5 @@
 // rms_norm:     y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+// rms_norm_pair: y = [norm(a) ; norm(b)], rows of 2 * hidden; the first `rows` blocks take a, the others b.
 // add_rms_norm: residual += x; x = residual / sqrt(mean(residual^2) + eps) * weight.
 //
 // Reads    x        [rows, hidden] bf16, contiguous, 16-byte aligned
@@ -58,6 +59,16 @@ rms_norm_bf16(const bf16x8* __restrict__ x, const float4* __restrict__ weight, b
     const size_t row = size_t(blockIdx.x) * (hidden / 8);
     const auto load = [&](uint32_t i) { return x[row + i]; };
     norm_row(weight, y + row, hidden / 8, eps, load, load);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+rms_norm_pair_bf16(const bf16x8* __restrict__ a, const bf16x8* __restrict__ b, const float4* __restrict__ weight_a,
+                   const float4* __restrict__ weight_b, bf16x8* __restrict__ y, uint32_t rows, uint32_t hidden, float eps) {
+    const bool second = blockIdx.x >= rows;
+    const size_t row = second ? blockIdx.x - rows : blockIdx.x, vectors = hidden / 8;
+    const bf16x8* x = (second ? b : a) + row * vectors;
+    const auto load = [&](uint32_t i) { return x[i]; };
+    norm_row(second ? weight_b : weight_a, y + (2 * row + second) * vectors, vectors, eps, load, load);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -24,9 +24,10 @@ use drafthorse_model::{Batch, BatchInputs, BatchLimits, Forward, Model};
 
 use self::on_device::OnDevice;
 use self::plan::{Chain, Pass};
+use self::recorded::Alike;
 pub(crate) use self::sizes::DraftSizes;
 use super::policy::{Held, Holds, Policy};
-use super::proposer::{Propose, Proposer};
+use super::proposer::{Propose, Proposer, Unseen};
 use crate::error::Result;
 use crate::row_params::RowParams;
 use crate::slots::Slots;
@@ -62,6 +63,8 @@ pub(crate) struct ModelProposer {
     pass: Pass,
     chains: Vec<Chain>,
     recorded: recorded::Inputs,
+    /// The drafts of this step have been given to the device before its tokens were seen.
+    ahead: Option<Alike>,
 }
 
 impl ModelProposer {
@@ -96,6 +99,7 @@ impl ModelProposer {
             whole: vec![false; sizes.num_blocks],
             pass: Pass::default(),
             recorded: recorded::Inputs::default(),
+            ahead: None,
             chains: Vec::with_capacity(sizes.max_seqs),
             on_device: if *device == Device::Cpu { None } else { Some(OnDevice::new(device, &drafter, sizes)?) },
             drafter,
@@ -178,19 +182,33 @@ impl Proposer for ModelProposer {
         true
     }
 
+    fn propose_unseen(&mut self, step: &mut Unseen<'_>) -> Result<()> {
+        self.follow_unseen(step)
+    }
+
     fn propose(&mut self, step: &mut Propose<'_>) -> Result<()> {
         let started = Instant::now();
-        self.learn(step);
-        self.plan(step);
+        let ahead = self.ahead.take();
+        // What was made ahead followed from what had been learnt before.
+        if ahead.is_none() {
+            self.learn(step);
+            self.plan(step);
+        } else {
+            self.plan(step);
+            self.learn(step);
+        }
         let num_chains = self.chains.len();
         let num_tokens = self.pass.token_ids.len();
         let (workspace, (_, width), dtype) = (step.forward.workspace, step.hidden.rows_cols(), step.hidden.dtype());
-        let alike = self.alike(step);
-        if let Some(alike) = alike {
-            self.run_recorded(alike, step)?;
+        let recorded = match ahead {
+            Some(alike) => Some(alike),
+            None => self.follow_seen(step)?,
+        };
+        if let Some(alike) = recorded {
+            self.hand_over(alike, step);
         }
         let mut hidden = workspace.take([self.chains.len(), width], dtype)?;
-        if num_tokens > 0 && alike.is_none() {
+        if num_tokens > 0 && recorded.is_none() {
             let mut input = workspace.take([num_tokens, width], dtype)?;
             copy_rows_from(step.hidden, &mut input, &self.pass.from_step)?;
             copy_rows_from(step.forward.kv.last_hidden(), &mut input, &self.pass.from_blocks)?;
@@ -210,12 +228,10 @@ impl Proposer for ModelProposer {
         if let (Some(most), true, true) = (self.most, step.decode.is_some(), num_chains == step.rows.len()) {
             self.policy.learn_proposal(num_chains, most, started.elapsed());
         }
-        if let Some(OnDevice { drafts, on_host, coming, .. }) = &mut self.on_device
-            && !coming.is_empty()
-        {
-            on_host.begin(drafts)?;
+        match &mut self.on_device {
+            Some(on_device) if ahead.is_none() && !on_device.coming.is_empty() => on_device.ask(),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn on_device(&self) -> Option<&Tensor> {
@@ -223,22 +239,11 @@ impl Proposer for ModelProposer {
     }
 
     fn is_waited_for(&self) -> Result<bool> {
-        match &self.on_device {
-            Some(OnDevice { on_host, coming, .. }) if !coming.is_empty() => Ok(!on_host.is_done()?),
-            _ => Ok(false),
-        }
+        self.on_device.as_ref().map_or(Ok(false), OnDevice::is_waited_for)
     }
 
     fn collect(&mut self, slots: &mut Slots) -> Result<()> {
-        let Some(OnDevice { on_host, coming, .. }) = &mut self.on_device else { return Ok(()) };
-        if coming.is_empty() {
-            return Ok(());
-        }
-        let drafts = on_host.wait()?;
-        for (slot, places) in coming.drain(..) {
-            slots.replace_drafts(slot, places.iter().map(|&place| drafts[place as usize]));
-        }
-        Ok(())
+        self.on_device.as_mut().map_or(Ok(()), |on_device| on_device.take(slots))
     }
 
     fn warmed_up(&mut self) {

@@ -9,6 +9,7 @@ use drafthorse_kernels::{DType, Device, Tensor};
 use super::plan::{Chain, Places};
 use super::{DraftSizes, Drafter};
 use crate::error::Result;
+use crate::slots::Slots;
 
 /// Drafts that stay on the device until all are made.
 pub(super) struct OnDevice {
@@ -16,7 +17,9 @@ pub(super) struct OnDevice {
     pub(super) tokens: Option<Tensor>,
     /// `[max drafts * max seqs]`: the first of each chain, then the second of those that have one, and so on.
     pub(super) drafts: Tensor,
-    pub(super) on_host: Readback<i32>,
+    on_host: Readback<i32>,
+    /// The drafts were asked for, and have not been taken.
+    is_asked: bool,
     pub(super) max_seqs: usize,
     /// Drafts that are on their way, by slot, as places in `drafts`.
     pub(super) coming: Vec<(Slot, Places)>,
@@ -33,9 +36,32 @@ impl OnDevice {
             tokens: tokens.transpose()?,
             drafts: Tensor::zeros(device, "drafts", [most], DType::I32)?,
             on_host: Readback::new(device, most)?,
+            is_asked: false,
             max_seqs: sizes.max_seqs,
             coming: Vec::with_capacity(sizes.max_seqs),
         })
+    }
+
+    /// Asks for all drafts, as the device has them once all work before has run.
+    pub(super) fn ask(&mut self) -> Result<()> {
+        self.is_asked = true;
+        Ok(self.on_host.begin(&self.drafts)?)
+    }
+
+    /// Whether drafts that were asked for have not come yet.
+    pub(super) fn is_waited_for(&self) -> Result<bool> {
+        Ok(self.is_asked && !self.on_host.is_done()?)
+    }
+
+    /// Puts the drafts that were asked for in their places.
+    pub(super) fn take(&mut self, slots: &mut Slots) -> Result<()> {
+        if std::mem::take(&mut self.is_asked) {
+            let drafts = self.on_host.wait()?;
+            for (slot, places) in self.coming.drain(..) {
+                slots.replace_drafts(slot, places.iter().map(|&place| drafts[place as usize]));
+            }
+        }
+        Ok(())
     }
 
     /// Turns drafts that were picked into the target's tokens.
