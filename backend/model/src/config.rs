@@ -163,6 +163,16 @@ impl ModelConfig {
     }
 }
 
+/// Far above every model there is, and low enough that no product of sizes overflows.
+fn largest(key: &str) -> usize {
+    match key {
+        "vocab_size" | "intermediate_size" => 1 << 24,
+        "hidden_size" => 1 << 20,
+        "max_position_embeddings" => u32::MAX as usize,
+        _ => 1 << 16,
+    }
+}
+
 /// A refusal of `key`'s value.
 fn unsupported(key: impl Into<String>, value: &dyn fmt::Display, supported: impl Into<String>) -> ModelError {
     ModelError::Unsupported { key: key.into(), value: value.to_string(), supported: supported.into() }
@@ -173,6 +183,7 @@ impl Raw {
         let need = |key, value: Option<usize>| match value {
             None => Err(ModelError::MissingKey { key }),
             Some(0) => Err(unsupported(key, &0, "1 and more")),
+            Some(value) if value > largest(key) => Err(unsupported(key, &value, format!("1 to {}", largest(key)))),
             Some(value) => Ok(value),
         };
         let architecture = self.architectures.as_ref().and_then(|names| names.first());
@@ -474,6 +485,19 @@ mod tests {
             "config.json: layer_types is chunked_attention, supported: full_attention, sliding_attention with a sliding_window"
         );
         assert_eq!(refusal(r#"{"vocab_size": null}"#), "config.json has no vocab_size");
+        for (key, most) in [
+            ("hidden_size", 1 << 20),
+            ("vocab_size", 1 << 24),
+            ("intermediate_size", 1 << 24),
+            ("num_hidden_layers", 1 << 16),
+            ("head_dim", 1 << 16),
+            ("max_position_embeddings", 4294967295_usize),
+        ] {
+            let said = |value: usize| format!("config.json: {key} is {value}, supported: 1 to {most}");
+            for value in [most + 1, 1 << 62] {
+                assert_eq!(refusal(&format!(r#"{{"{key}": {value}}}"#)), said(value));
+            }
+        }
         assert_eq!(
             refusal(r#"{"num_hidden_layers": 0}"#),
             "config.json: num_hidden_layers is 0, supported: 1 and more"

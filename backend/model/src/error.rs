@@ -115,6 +115,8 @@ pub enum ShardProblem {
     Hole { start: u64, end: u64 },
     #[error("tensor {name} is said to be here by the index, it is not")]
     NotInShard { name: String },
+    #[error("the index puts tensor {name} into {file}, which is not inside the checkpoint's folder")]
+    Outside { name: String, file: String },
 }
 
 /// A tensor that is not as the model needs it.

@@ -221,6 +221,17 @@ mod tests {
         assert_eq!(plain(&dir), format!("DIR/b.safetensors: {lost}"));
         write_index(&[("model.norm.weight", "c.safetensors")]);
         assert_eq!(plain(&dir), "cannot read DIR/c.safetensors");
+        let absolute = dir.path().join("a.safetensors");
+        for file in ["../a.safetensors", "x/../../a.safetensors", "./../a.safetensors", "", absolute.to_str().unwrap()]
+        {
+            write_index(&[("model.norm.weight", file)]);
+            let outside = format!(
+                "DIR/model.safetensors.index.json: the index puts tensor model.norm.weight into {}, which is not inside the \
+                 checkpoint's folder",
+                file.replace(dir.path().to_str().unwrap(), "DIR")
+            );
+            assert_eq!(plain(&dir), outside);
+        }
     }
 
     #[test]

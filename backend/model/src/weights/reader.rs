@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -165,6 +165,14 @@ impl Checkpoint {
         let text = std::fs::read_to_string(index).map_err(read_error)?;
         let json_error = |source| ModelError::Json { path: index.to_owned(), key: String::new(), source };
         let Index { weight_map } = serde_json::from_str(&text).map_err(json_error)?;
+        let is_inside = |file: &str| {
+            let mut parts = Path::new(file).components().peekable();
+            parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)))
+        };
+        if let Some((name, file)) = weight_map.iter().find(|(_, file)| !is_inside(file)) {
+            let problem = ShardProblem::Outside { name: name.clone(), file: file.clone() };
+            return Err(ModelError::Shard { path: index.to_owned(), problem });
+        }
         let files: BTreeSet<&String> = weight_map.values().collect();
         for file in files {
             self.add(self.dir.join(file), |name| weight_map.get(name) == Some(file))?;

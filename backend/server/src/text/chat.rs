@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use minijinja::Environment;
 use minijinja::value::Serde;
+use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
 use super::jinja::{RAISED, environment, without_generation_blocks};
@@ -98,12 +98,15 @@ impl ChatTemplate {
         variables.extend(chat.variables.clone());
         let rendered = template.render(Serde(&variables)).or_else(|error| {
             // Most templates want text where a message that only calls tools has none.
-            match without_nulls(&mut variables) {
+            match error.kind() != ErrorKind::OutOfFuel && without_nulls(&mut variables) {
                 true => template.render(Serde(&variables)),
                 false => Err(error),
             }
         });
         rendered.map_err(|error| match error.detail() {
+            _ if error.kind() == ErrorKind::OutOfFuel => {
+                ServerError::bad_input("messages", "the chat template took too many steps and was stopped")
+            }
             Some(detail) if detail.starts_with(RAISED) => ServerError::bad_input("messages", detail),
             _ => ServerError::bad_input("messages", format!("the chat template failed: {error}")),
         })
@@ -253,6 +256,34 @@ pub(crate) mod tests {
             "messages: refused by the chat template: no system role"
         );
         assert!(said("{{ messages[0].content.nothing() }}").starts_with("messages: the chat template failed: "));
+    }
+
+    #[test]
+    fn a_template_without_an_end_is_stopped() {
+        let one = chat(json!([{"role": "user", "content": "a b"}]));
+        let began = std::time::Instant::now();
+        let said = |template: &str| render(template, &one);
+        let stopped = "messages: the chat template took too many steps and was stopped";
+        let loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
+        assert_eq!(said(loops), stopped);
+        // Deep, and with many calls at each depth.
+        assert_eq!(
+            said("{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(16) }}"),
+            stopped
+        );
+        for template in [
+            "{% for i in range(1000000000) %}x{% endfor %}",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+            "{% include 'default' %}",
+        ] {
+            let said = said(template);
+            assert!(said.starts_with("messages: the chat template failed: "), "{template}: {said}");
+        }
+        assert!(began.elapsed().as_secs() < 60, "{:?}", began.elapsed());
+        // What one rendering used up, the next has again.
+        assert_eq!(said("{% for i in range(50000) %}{% endfor %}b"), "b");
     }
 
     #[test]

@@ -9,11 +9,18 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State};
 /// Stands before what a template says through `raise_exception`.
 pub(super) const RAISED: &str = "refused by the chat template: ";
 
+/// Steps of one rendering: a template takes tens for a message.
+const MAX_STEPS: u64 = 10_000_000;
+/// How deep calls and inclusions lie in one another, by the engine's count, in which a call is several deep.
+const MAX_DEPTH: usize = 300;
+
 /// An environment that renders as `tokenizer.apply_chat_template` does.
 pub(super) fn environment() -> Environment<'static> {
     let mut env = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.expect("the delimiters are Jinja's own"));
+    env.set_fuel(Some(MAX_STEPS));
+    env.set_recursion_limit(MAX_DEPTH);
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     env.set_formatter(print_as_python);

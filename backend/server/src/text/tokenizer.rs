@@ -182,6 +182,11 @@ fn other_kind(dir: &Path) -> Option<(PathBuf, &'static str)> {
             "tokenizer.model" if is_tiktoken(&file) => "a tiktoken file of ranks",
             "tokenizer.model" | "spiece.model" | "sentencepiece.bpe.model" => "a sentencepiece model",
             "tiktoken.model" => "a tiktoken file of ranks",
+            // Mistral's own names; `.v3` and later stand for its versions.
+            "tekken.json" => "Mistral's tekken.json",
+            name if name.starts_with("tokenizer.model.v") || name.starts_with("tokenizer.mm.model.") => {
+                "a sentencepiece model"
+            }
             name if name.ends_with(".tiktoken") => "a tiktoken file of ranks",
             _ => return None,
         };
@@ -321,6 +326,8 @@ pub(crate) mod tests {
         assert_eq!(refusal("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\0\0"), want("tokenizer.model", pieces));
         assert_eq!(refusal("tokenizer.model", b"IQ== 0\nIg== 1\n"), want("tokenizer.model", ranks));
         assert_eq!(refusal("qwen.tiktoken", b"IQ== 0\n"), want("qwen.tiktoken", ranks));
+        assert_eq!(refusal("tokenizer.model.v3", b"\n\x0e\n\x05<unk>"), want("tokenizer.model.v3", pieces));
+        assert_eq!(refusal("tekken.json", b"{}"), want("tekken.json", "Mistral's tekken.json"));
         // With a tokenizer.json beside it, it does no harm.
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("tokenizer.model"), "pieces").unwrap();

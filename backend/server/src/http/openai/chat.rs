@@ -40,10 +40,7 @@ async fn complete(app: &App, body: Body) -> Result<Response> {
             other => other,
         })?;
     }
-    let template = model.chat_template().ok_or_else(|| {
-        ServerError::bad_input("messages", "the model has no chat template: send a prompt to /v1/completions instead")
-    })?;
-    let prompt = Prompt::Rendered(template.render(&chat)?.into());
+    let prompt = Prompt::Rendered(render(&model, chat).await?.into());
     if streaming.stream {
         params.check_stream()?;
     }
@@ -51,6 +48,19 @@ async fn complete(app: &App, body: Body) -> Result<Response> {
     let choices = model.generate_choices(GenerateRequest::new(prompt, params, Dialect::Chat)).await?;
     let form = ChatForm { model: Arc::clone(&model), wants_logprobs, wants_prompt_logprobs, prompt_logprobs: None };
     answer("chatcmpl", &model, vec![choices], form, streaming, admission).await
+}
+
+/// The conversation as the model's template has it. A template may take long, so it does not run where others' streams do.
+async fn render(model: &Arc<ServedModel>, chat: Chat) -> Result<String> {
+    let model = Arc::clone(model);
+    let rendering = tokio::task::spawn_blocking(move || match model.chat_template() {
+        Some(template) => template.render(&chat),
+        None => {
+            let reason = "the model has no chat template: send a prompt to /v1/completions instead";
+            Err(ServerError::bad_input("messages", reason))
+        }
+    });
+    rendering.await.map_err(ServerError::internal)?
 }
 
 fn chat(fields: &mut Fields) -> Result<Chat> {
