@@ -21,7 +21,7 @@ const NUM_KEPT: usize = 64;
 
 /// White space between the parts of a JSON text where a schema does not say: enough for a line break and deep indentation, and an
 /// end to it, for small models like to go on.
-const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+pub const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
 
 /// Bounds on what one grammar may cost; a unit of fuel is about 20 ns of compiling and 70 ns of filling a mask.
 fn limits() -> ParserLimits {

@@ -4,6 +4,8 @@
 //! all sequences that use it, and a matcher beside each slot says at every position which tokens may come. The parsing is
 //! llguidance's: an Earley parser over a lexer of regular expressions, both lazy.
 
+#[cfg(test)]
+mod bench;
 mod compile;
 mod matcher;
 mod place;
@@ -11,6 +13,6 @@ mod place;
 mod tests;
 mod tokens;
 
-pub use compile::{Compiled, GrammarError, Grammars, MAX_GRAMMAR_BYTES};
+pub use compile::{Compiled, GrammarError, Grammars, MAX_GRAMMAR_BYTES, WHITESPACE};
 pub(crate) use matcher::Matcher;
 pub use tokens::TokenBytes;
