@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests fail as tests do")]
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -199,4 +200,177 @@ async fn words_that_are_shut_out_do_not_come() {
     assert!(plain.contains(&word) && !without.contains(&word), "{word:?}: {plain:?}, {without:?}");
     let allowed = served.one("ab", with(params, json!({"allowed_token_ids": [40, 41, 42]}))).await;
     assert!(allowed.token_ids.iter().all(|id| (40..43).contains(id)), "{:?}", allowed.token_ids);
+}
+
+/// A grammar of a test: its text in GBNF comes from it, and so does the judgement of what matches.
+enum Part {
+    Literal(&'static str),
+    /// One of these characters.
+    Class(&'static str),
+    Sequence(Vec<Part>),
+    Either(Vec<Part>),
+    Optional(Box<Part>),
+    Some(Box<Part>),
+    /// `root` again, in parentheses.
+    Again,
+}
+
+impl Part {
+    fn random(rng: &mut impl FnMut(usize) -> usize, depth: usize) -> Part {
+        let several = |rng: &mut _| (0..2).map(|_| Part::random(rng, depth - 1)).collect();
+        match rng(if depth == 0 { 2 } else { 7 }) {
+            0 => Part::Literal(["ab", "a", "(b", "x\"y"][rng(4)]),
+            1 => Part::Class(["abc", "(]", "0123456789"][rng(3)]),
+            2 => Part::Sequence(several(rng)),
+            3 => Part::Either(several(rng)),
+            4 => Part::Optional(Box::new(Part::random(rng, depth - 1))),
+            5 => Part::Some(Box::new(Part::random(rng, depth - 1))),
+            _ => Part::Again,
+        }
+    }
+
+    fn gbnf(&self) -> String {
+        let joined = |parts: &[Part], by: &str| parts.iter().map(Part::gbnf).collect::<Vec<_>>().join(by);
+        match self {
+            Part::Literal(text) => format!("\"{}\"", text.replace('"', "\\\"")),
+            Part::Class(chars) => format!("[{}]", chars.replace(']', "\\]").replace("0123456789", "0-9")),
+            Part::Sequence(parts) => joined(parts, " "),
+            Part::Either(ways) => format!("({})", joined(ways, "\n  | ")),
+            Part::Optional(part) => format!("({})?", part.gbnf()),
+            Part::Some(part) => format!("({})+", part.gbnf()),
+            Part::Again => "\"<\" root \">\"".into(),
+        }
+    }
+
+    /// Where a match that begins at `at` may end.
+    fn ends(&self, root: &Part, text: &[u8], at: usize) -> BTreeSet<usize> {
+        let then = |ends: BTreeSet<usize>, part: &Part| -> BTreeSet<usize> {
+            ends.iter().flat_map(|&at| part.ends(root, text, at)).collect()
+        };
+        match self {
+            Part::Literal(literal) if text[at..].starts_with(literal.as_bytes()) => [at + literal.len()].into(),
+            Part::Class(chars) if text.get(at).is_some_and(|c| chars.as_bytes().contains(c)) => [at + 1].into(),
+            Part::Literal(_) | Part::Class(_) => BTreeSet::new(),
+            Part::Sequence(parts) => parts.iter().fold([at].into(), then),
+            Part::Either(ways) => ways.iter().flat_map(|way| way.ends(root, text, at)).collect(),
+            Part::Optional(part) => {
+                let mut ends = part.ends(root, text, at);
+                ends.insert(at);
+                ends
+            }
+            Part::Some(part) => {
+                let (mut all, mut new) = (BTreeSet::new(), part.ends(root, text, at));
+                while !new.is_subset(&all) {
+                    all.extend(&new);
+                    new = then(new, part);
+                }
+                all
+            }
+            Part::Again if text.get(at) == Some(&b'<') => {
+                let inner = root.ends(root, text, at + 1);
+                inner.into_iter().filter(|&end| text.get(end) == Some(&b'>')).map(|end| end + 1).collect()
+            }
+            Part::Again => BTreeSet::new(),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_match_random_grammars_in_gbnf() {
+    let served = tiny("none").await;
+    let mut state = 12345_u64;
+    let mut rng = |below: usize| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as usize % below
+    };
+    let (mut over, mut again) = (0, 0);
+    for round in 0..60 {
+        // A way without recursion, so that there is an end.
+        let root = Part::Either(vec![Part::random(&mut rng, 3), Part::Class("abc")]);
+        let gbnf = format!("root ::= {} end # {round}\nend ::= \"\"", root.gbnf());
+        let params = json!({"guided_grammar": gbnf, "temperature": 1.3, "seed": round, "max_tokens": 90});
+        let answer = served.one("Give me", params).await;
+        if answer.finish.reason == FinishReason::Stop {
+            over += 1;
+            again += usize::from(answer.text.contains('<'));
+            let ends = root.ends(&root, answer.text.as_bytes(), 0);
+            assert!(ends.contains(&answer.text.len()), "{:?} is not of\n{gbnf}", answer.text);
+        }
+    }
+    assert!(over > 40 && again > 3, "{over} answers ended, {again} recurred");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_are_json_by_a_grammar_in_gbnf() {
+    let served = tiny("ngram").await;
+    let gbnf = r#"
+        root   ::= object   # white space only after commas
+        value  ::= object | array | string | number | ("true" | "false" | "null")
+        object ::= "{" (string ":" value ("," " "? string ":" value)*)? "}"
+        array  ::=
+          "[" (
+            value ("," " "? value)*
+          )? "]"
+        string ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4})){0,4} "\""
+        number ::= "-"? ("0" | [1-9] [0-9]{0,3}) ("." [0-9]{1,3})? ([eE] [-+]? [0-9])?"#;
+    let mut over = 0;
+    for seed in 0..20 {
+        let params = json!({"guided_grammar": gbnf, "temperature": 1.0, "seed": seed, "max_tokens": 100});
+        let answer = served.one("Give me", params).await;
+        assert!(answer.text.starts_with('{'), "{:?}", answer.text);
+        if answer.finish.reason == FinishReason::Stop {
+            over += 1;
+            let parsed: Result<Value, _> = serde_json::from_str(&answer.text);
+            // Half of a surrogate pair is JSON by the grammar and not to serde_json.
+            assert!(parsed.is_ok() || answer.text.contains("\\u"), "{:?}: {parsed:?}", answer.text);
+        }
+    }
+    assert!(over > 5, "{over} answers ended");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tag_is_followed_once_its_trigger_has_come() {
+    let served = tiny("none").await;
+    let tag = json!({"triggers": ["e", "!"], "structures": [
+        {"begin": "ex=", "schema": {"type": "integer", "minimum": 0, "maximum": 99}, "end": ";"},
+        {"begin": "ey", "schema": {"enum": ["no"]}, "end": ""},
+        {"begin": "!", "schema": {"type": "boolean"}, "end": "e"}]});
+    let ways = [("ex=", ";"), ("ey", ""), ("!", "e")];
+    let (mut tags, mut free) = (0, 0);
+    for seed in 0..20 {
+        let params = json!({"structural_tag": tag, "temperature": 1.3, "seed": seed, "max_tokens": 100});
+        let text = served.one("Give me", params).await.text;
+        let mut rest = text.as_str();
+        while let Some(trigger) = rest.find(['e', '!']) {
+            free += trigger;
+            rest = &rest[trigger..];
+            let Some((begin, end)) = ways.iter().find(|(begin, _)| rest.starts_with(begin)) else {
+                // Cut off by max_tokens.
+                assert!(
+                    rest.len() < 3 && ways.iter().any(|(begin, _)| begin.starts_with(rest)),
+                    "{rest:?} in {text:?}"
+                );
+                break;
+            };
+            let inside = rest[begin.len()..].trim_start();
+            let mut values = serde_json::Deserializer::from_str(inside).into_iter::<Value>();
+            let Some(Ok(value)) = values.next() else {
+                assert!(inside.len() < 10, "{inside:?} in {text:?}");
+                break;
+            };
+            let after = inside[values.byte_offset()..].trim_start();
+            match *begin {
+                "ex=" => assert!(value.as_u64().is_some_and(|number| number < 100), "{value} in {text:?}"),
+                "ey" => assert_eq!(value, "no"),
+                _ => assert!(value.is_boolean(), "{value} in {text:?}"),
+            }
+            let Some(next) = after.strip_prefix(end) else {
+                assert!(after.is_empty(), "{after:?} in {text:?}");
+                break;
+            };
+            tags += 1;
+            rest = next;
+        }
+    }
+    assert!(tags > 5 && free > 50, "{tags} tags, {free} free characters before them");
 }

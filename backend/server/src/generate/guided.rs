@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use drafthorse_control::Grammar;
 use drafthorse_worker::grammar::Compiled;
 use tokio::time::timeout;
 
@@ -28,13 +29,18 @@ impl ServedModel {
         }
         let compile = async {
             let turn = Arc::clone(&self.compiling).acquire_owned().await.map_err(ServerError::internal)?;
-            let (grammars, grammar) = (Arc::clone(grammars), guided.grammar.clone());
+            let (grammars, guided) = (Arc::clone(grammars), guided.clone());
             let compiling = tokio::task::spawn_blocking(move || {
                 let _turn = turn;
-                grammars.compile(&grammar)
+                let compile = |field: &str, grammar: &Grammar| {
+                    grammars.compile(grammar).map_err(|error| ServerError::bad_input(field, error.to_string()))
+                };
+                for (field, part) in &guided.parts {
+                    compile(field, part)?;
+                }
+                compile(&guided.field, &guided.grammar)
             });
-            let compiled = compiling.await.map_err(ServerError::internal)?;
-            compiled.map_err(|error| ServerError::bad_input(&guided.field, error.to_string()))
+            compiling.await.map_err(ServerError::internal)?
         };
         let late = |_| {
             let reason = format!("was not compiled within {} s", MAX_COMPILE_TIME.as_secs());

@@ -2,10 +2,14 @@
 //!
 //! Here only its form is looked at; whether a schema, a regular expression or a grammar is one, its compiler says.
 
+use std::borrow::Cow;
+
 use drafthorse_control::Grammar;
+use drafthorse_worker::grammar::MAX_GRAMMAR_BYTES;
 use serde_json::{Value, json};
 
 use super::field::{Field, shown};
+use super::{gbnf, tags};
 use crate::error::{Result, ServerError, nearest_hint};
 
 /// A constraint, and the field that it came in.
@@ -13,18 +17,22 @@ use crate::error::{Result, ServerError, nearest_hint};
 pub struct Guided {
     pub field: String,
     pub grammar: Grammar,
+    /// Grammars inside it and their fields, which must be right by themselves.
+    pub parts: Vec<(String, Grammar)>,
 }
 
 /// Parameters that hold several kinds, one of which may be set.
 const NESTED: [&str; 2] = ["structured_outputs", "guided_decoding"];
 /// The kinds of constraint, and with `guided_` in front parameters of their own.
 const KINDS: [&str; 5] = ["json", "regex", "choice", "grammar", "json_object"];
+/// A kind that has no `guided_` form.
+const TAG: &str = "structural_tag";
 /// What else stands beside a kind and changes nothing here.
 const WITHOUT_EFFECT: [&str; 5] =
     ["backend", "backend_options", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"];
 
 pub(super) fn is_known(key: &str) -> bool {
-    key == "response_format" || NESTED.contains(&key) || kind_of(key).is_some()
+    key == "response_format" || key == TAG || NESTED.contains(&key) || kind_of(key).is_some()
 }
 
 fn kind_of(key: &str) -> Option<&str> {
@@ -39,27 +47,24 @@ pub(super) fn set(guided: &mut Option<Guided>, key: &str, value: &Value) -> Resu
     if let Some(kind) = kind_of(key) {
         return add(guided, key, grammar(key, kind, value)?);
     }
-    // In a tensor's parameters an object comes as text.
-    let parsed: Value;
-    let value = match value {
-        Value::String(text) => {
-            parsed = serde_json::from_str(text).map_err(|error| ServerError::bad_json(key, &error))?;
-            &parsed
-        }
-        value => value,
-    };
+    let value = &*object(key, value)?;
     let Value::Object(fields) = value else {
         return Err(ServerError::bad_input(key, format!("must be an object, is {}", shown(value))));
     };
-    if key == "response_format" {
-        return response_format(guided, value);
+    match key {
+        "response_format" => return response_format(guided, value),
+        TAG => return add_whole(guided, tags::parse(key, value)?),
+        _ => {}
     }
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
         let field = format!("{key}.{name}");
         match name.as_str() {
             kind if KINDS.contains(&kind) => add(guided, &field, grammar(&field, kind, value)?)?,
             "whitespace_pattern" => {}
-            "structural_tag" => return Err(ServerError::unsupported(format!("parameter {field}"))),
+            TAG => {
+                let parsed = object(&field, value)?;
+                add_whole(guided, tags::parse(&field, &parsed)?)?;
+            }
             name if WITHOUT_EFFECT.contains(&name) || name.starts_with('_') => {}
             name => {
                 let reason = format!("no such constraint{}", nearest_hint(name, KINDS));
@@ -86,8 +91,10 @@ fn response_format(guided: &mut Option<Guided>, format: &Value) -> Result<()> {
             let field = "response_format.json_schema.schema";
             add(guided, field, grammar(field, "json", schema)?)
         }
+        Some(TAG) => add_whole(guided, tags::parse("response_format", format)?),
         _ => {
-            let reason = format!("must be text, json_object or json_schema, is {}", shown(&format["type"]));
+            let reason =
+                format!("must be text, json_object, json_schema or structural_tag, is {}", shown(&format["type"]));
             Err(ServerError::bad_input("response_format.type", reason))
         }
     }
@@ -112,13 +119,30 @@ pub(super) fn set_whitespace(guided: &mut Option<Guided>, field: &str, pattern: 
 }
 
 fn add(guided: &mut Option<Guided>, field: &str, grammar: Option<Grammar>) -> Result<()> {
-    let Some(grammar) = grammar else { return Ok(()) };
+    match grammar {
+        Some(grammar) => add_whole(guided, Guided { field: field.into(), grammar, parts: Vec::new() }),
+        None => Ok(()),
+    }
+}
+
+fn add_whole(guided: &mut Option<Guided>, new: Guided) -> Result<()> {
     if let Some(other) = guided {
         let reason = format!("does not go with {}: the answer can follow only one", other.field);
-        return Err(ServerError::bad_input(field, reason));
+        return Err(ServerError::bad_input(new.field, reason));
     }
-    *guided = Some(Guided { field: field.into(), grammar });
+    *guided = Some(new);
     Ok(())
+}
+
+/// In a tensor's parameters an object comes as text.
+fn object<'a>(key: &str, value: &'a Value) -> Result<Cow<'a, Value>> {
+    match value {
+        Value::String(text) => match serde_json::from_str(text) {
+            Ok(parsed) => Ok(Cow::Owned(parsed)),
+            Err(error) => Err(ServerError::bad_json(key, &error)),
+        },
+        value => Ok(Cow::Borrowed(value)),
+    }
 }
 
 /// `None` if the value says that there is none.
@@ -135,7 +159,7 @@ fn grammar(field: &str, kind: &str, value: &Value) -> Result<Option<Grammar>> {
             _ => return Err(given.must("a JSON schema, as an object or as text")),
         },
         "regex" => Grammar::Regex(text()?),
-        "grammar" => Grammar::Lark(text()?),
+        "grammar" => Grammar::Lark(lark(field, text()?)?),
         "choice" => Grammar::Regex(choice(&given)?),
         _ => {
             if !given.boolean()? {
@@ -144,6 +168,18 @@ fn grammar(field: &str, kind: &str, value: &Value) -> Result<Option<Grammar>> {
             any_object()
         }
     }))
+}
+
+/// A grammar in Lark as it is, one in GBNF turned into Lark.
+fn lark(field: &str, text: String) -> Result<String> {
+    if !gbnf::is_gbnf(&text) {
+        return Ok(text);
+    }
+    if text.len() > MAX_GRAMMAR_BYTES {
+        let reason = format!("has {} bytes, at most {MAX_GRAMMAR_BYTES} may be given", text.len());
+        return Err(ServerError::bad_input(field, reason));
+    }
+    gbnf::to_lark(&text).map_err(|fault| ServerError::bad_input(field, fault.to_string()))
 }
 
 fn any_object() -> Grammar {

@@ -4,7 +4,9 @@
 //! that is not given stays open: the model's defaults fill it in (see [`crate::generate`]).
 
 mod field;
+mod gbnf;
 mod guided;
+mod tags;
 #[cfg(test)]
 mod tests;
 
@@ -114,7 +116,7 @@ impl Default for GenerateParams {
 }
 
 /// What is known, in the order that messages list it.
-const KNOWN: [&str; 37] = [
+const KNOWN: [&str; 38] = [
     "n",
     "best_of",
     "temperature",
@@ -146,6 +148,7 @@ const KNOWN: [&str; 37] = [
     "guided_whitespace_pattern",
     "structured_outputs",
     "response_format",
+    "structural_tag",
     "skip_special_tokens",
     "include_stop_str_in_output",
     "priority",
@@ -155,8 +158,7 @@ const KNOWN: [&str; 37] = [
 ];
 
 /// What vLLM has and this server has not, refused by name: passing over it would change the answer.
-const NOT_SUPPORTED: [&str; 9] = [
-    "structural_tag",
+const NOT_SUPPORTED: [&str; 8] = [
     "json_schema",
     "lora_name",
     "lora_request",

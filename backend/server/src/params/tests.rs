@@ -100,7 +100,6 @@ fn a_typo_is_noted_or_refused_when_strict() {
 
 #[test]
 fn what_is_not_there_yet_is_refused_by_name() {
-    assert_eq!(refused(r#"{"structural_tag": "x"}"#), "parameter structural_tag is not supported");
     assert_eq!(refused(r#"{"lora_name": "x"}"#), "parameter lora_name is not supported");
     assert!(parse(r#"{"use_beam_search": false, "guided_json": null, "bad_words": []}"#).is_ok());
 }
@@ -166,6 +165,7 @@ fn grammars_come_under_all_names_that_are_used() {
     is(r#"{"guided_regex": "a+"}"#, "guided_regex", "regex", "a+");
     is(r#"{"guided_choice": ["a.b", "c|d"]}"#, "guided_choice", "regex", r"(?:a\.b|c\|d)");
     is(r#"{"guided_grammar": "start: /a/"}"#, "guided_grammar", "lark", "start: /a/");
+    is(r#"{"guided_grammar": "root ::= \"a\""}"#, "guided_grammar", "lark", "start: P0\nT0: /a/\nP0: T0\n");
     is(r#"{"guided_json_object": true}"#, "guided_json_object", "schema", r#"{"type":"object"}"#);
     is(r#"{"structured_outputs": {"regex": "a"}}"#, "structured_outputs.regex", "regex", "a");
     is(r#"{"guided_decoding": {"choice": ["x"], "backend": "auto"}}"#, "guided_decoding.choice", "regex", "(?:x)");
@@ -216,16 +216,83 @@ fn a_grammar_of_the_wrong_form_is_refused_by_its_field() {
             "structured_outputs.regexp: no such constraint; did you mean regex?",
         ),
         (
-            r#"{"structured_outputs": {"structural_tag": "a"}}"#,
-            "parameter structured_outputs.structural_tag is not supported",
+            r#"{"structured_outputs": {"structural_tag": "[]"}}"#,
+            "structured_outputs.structural_tag: must be an object with structures and triggers, is a list of 0",
         ),
         (
             r#"{"response_format": {"type": "xml"}}"#,
-            "response_format.type: must be text, json_object or json_schema, is \"xml\"",
+            "response_format.type: must be text, json_object, json_schema or structural_tag, is \"xml\"",
         ),
         (r#"{"response_format": {"type": "json_schema"}}"#, "response_format.json_schema.schema: is missing"),
+        (
+            r#"{"structured_outputs": {"grammar": "root ::= \"a\" |\n  (b)"}}"#,
+            "structured_outputs.grammar: line 2 column 4: there is no rule b",
+        ),
         (r#"{"guided_whitespace_pattern": " "}"#, "guided_whitespace_pattern: needs a JSON schema"),
     ] {
         assert_eq!(refused(json), said);
+    }
+}
+
+#[test]
+fn a_structural_tag_is_a_grammar_whose_schemas_are_looked_at_one_by_one() {
+    let tag = r#"{"structures": [{"begin": "<f=a>", "schema": {"type": "null"}, "end": "</f>"}, {"begin": "[", "end": ""}],
+        "triggers": ["<f=", "["]}"#;
+    let schema = r#"{"type":"null","x-guidance":{"whitespace_pattern":"[\\x20\\x0A\\x0D\\x09]{1,40}"}}"#;
+    let any = r#"{"x-guidance":{"whitespace_pattern":"[\\x20\\x0A\\x0D\\x09]{1,40}"}}"#;
+    let text = format!(
+        "start: tag* TEXT?\n\
+         tag: until0 (/a\\x{{3e}}/ %json {schema} /\\x{{3c}}\\x{{2f}}f\\x{{3e}}/) | until1 (\"\" %json {any} \"\")\n\
+         until0[lazy]: /(?s:.)*/ /\\x{{3c}}f\\x{{3d}}/\n\
+         until1[lazy]: /(?s:.)*/ /\\x{{5b}}/\n\
+         TEXT: /(?s:.)+/ & ~(/(?s:.)*/ (/\\x{{3c}}f\\x{{3d}}/ | /\\x{{5b}}/) /(?s:.)*/)\n"
+    );
+    for (json, field) in [
+        (format!(r#"{{"structural_tag": {tag}}}"#), "structural_tag"),
+        (format!(r#"{{"structural_tag": {}}}"#, serde_json::json!(tag)), "structural_tag"),
+        (format!(r#"{{"structured_outputs": {{"structural_tag": {tag}}}}}"#), "structured_outputs.structural_tag"),
+        (format!(r#"{{"response_format": {{"type": "structural_tag", {}}}"#, &tag[1..]), "response_format"),
+    ] {
+        let guided = parse(&json).unwrap().guided.unwrap();
+        assert_eq!((guided.field.as_str(), guided.grammar), (field, Grammar::Lark(text.clone())));
+        let schemas: Vec<_> =
+            [(0, schema), (1, any)].map(|(i, schema)| (format!("{field}.structures[{i}].schema"), schema)).into();
+        let parts: Vec<_> =
+            schemas.into_iter().map(|(field, schema)| (field, Grammar::JsonSchema(schema.into()))).collect();
+        assert_eq!(guided.parts, parts);
+    }
+}
+
+#[test]
+fn a_structural_tag_of_the_wrong_form_is_refused_by_its_field() {
+    for (tag, said) in [
+        (r#"{"structures": []}"#, "triggers: is missing"),
+        (r#"{"triggers": ["<"], "structures": []}"#, "structures: must be a list of 1 to 256 entries, is a list of 0"),
+        (r#"{"triggers": ["<", ""], "structures": []}"#, "triggers[1]: must be a text that is not empty, is \"\""),
+        (
+            r#"{"triggers": ["<f", "a", "<"], "structures": []}"#,
+            "triggers[2]: and triggers[0] lie in one another: keep the shorter one",
+        ),
+        (r#"{"triggers": ["<"], "structures": [{"begin": "<"}]}"#, "structures[0].end: is missing"),
+        (
+            r#"{"triggers": ["<"], "structures": [{"begin": "a<", "end": ""}]}"#,
+            "structures[0].begin: starts with none of the triggers, is \"a<\"",
+        ),
+        (
+            r#"{"triggers": ["<", "["], "structures": [{"begin": "<a", "end": ""}]}"#,
+            "triggers[1]: no structure's begin starts with it, which is \"[\"",
+        ),
+        (
+            r#"{"triggers": ["<"], "structures": [{"begin": "<a", "end": "", "schema": 1}]}"#,
+            "structures[0].schema: must be a JSON schema, an object, is 1",
+        ),
+        (
+            r#"{"triggers": ["<"], "structures": [{"begin": "<a", "end": "", "json": {}}]}"#,
+            "structures[0].json: is no part of a structure: begin, schema, end",
+        ),
+        (r#"{"format": {"type": "triggered_tags"}}"#, "format: is not supported: give structures and triggers"),
+        (r#"{"tags": []}"#, "tags: is no part of a structural tag"),
+    ] {
+        assert_eq!(refused(&format!(r#"{{"structural_tag": {tag}}}"#)), format!("structural_tag.{said}"));
     }
 }

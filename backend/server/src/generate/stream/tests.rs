@@ -184,6 +184,11 @@ async fn a_grammar_is_looked_at_before_anything_runs() {
         refused(r#"{"guided_regex": "a("}"#).await,
         "guided_regex: character 2 of the regular expression: unclosed group"
     );
+    let tag = r#"{"triggers": ["<"], "structures": [{"begin": "<", "schema": {"properties": {"a": {"type": "strin"}}}, "end": ""}]}"#;
+    assert_eq!(
+        refused(&format!(r#"{{"structural_tag": {tag}}}"#)).await,
+        "structural_tag.structures[0].schema: at /properties/a: Invalid type: strin"
+    );
 }
 
 #[tokio::test]
