@@ -353,19 +353,18 @@ async fn a_tag_is_followed_once_its_trigger_has_come() {
                 break;
             };
             let inside = rest[begin.len()..].trim_start();
-            let mut values = serde_json::Deserializer::from_str(inside).into_iter::<Value>();
-            let Some(Ok(value)) = values.next() else {
-                assert!(inside.len() < 10, "{inside:?} in {text:?}");
-                break;
+            let digits = inside.find(|c: char| !c.is_ascii_digit()).unwrap_or(inside.len());
+            let value = match *begin {
+                "ex=" => {
+                    [&inside[..digits]].into_iter().find(|digits| digits.parse().is_ok_and(|number: u32| number < 100))
+                }
+                "ey" => ["\"no\""].into_iter().find(|value| inside.starts_with(value)),
+                _ => ["true", "false"].into_iter().find(|value| inside.starts_with(value)),
             };
-            let after = inside[values.byte_offset()..].trim_start();
-            match *begin {
-                "ex=" => assert!(value.as_u64().is_some_and(|number| number < 100), "{value} in {text:?}"),
-                "ey" => assert_eq!(value, "no"),
-                _ => assert!(value.is_boolean(), "{value} in {text:?}"),
-            }
-            let Some(next) = after.strip_prefix(end) else {
-                assert!(after.is_empty(), "{after:?} in {text:?}");
+            let after = value.map(|value| inside[value.len()..].trim_start());
+            let Some(next) = after.and_then(|after| after.strip_prefix(end)) else {
+                // Cut off, too.
+                assert!(inside.len() < 6 || after == Some(""), "{inside:?} in {text:?}");
                 break;
             };
             tags += 1;

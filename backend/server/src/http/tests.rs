@@ -404,7 +404,7 @@ async fn chat_refuses_by_name() {
     assert_eq!(refused(json!({"tools": [{"type": "function"}]})).await, "400 parameter tools is not supported");
     assert_eq!(
         refused(json!({"response_format": {"type": "xml"}})).await,
-        "400 response_format.type: must be text, json_object or json_schema, is \"xml\""
+        "400 response_format.type: must be text, json_object, json_schema or structural_tag, is \"xml\""
     );
     let schema = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strin"}}});
     assert_eq!(
