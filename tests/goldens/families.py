@@ -200,7 +200,7 @@ def moe(config: dict) -> dict[str, list[int]]:
 
 # Around what a tensor's numbers lie, and how far to both sides, by a part of its name. The first that fits holds. Wide enough that attention
 # is far from uniform and experts differ.
-SPREADS = [("norm", 1.0, 0.35), ("bias", 0.0, 0.5), ("embed_tokens", 0.0, 1.7), ("", 0.0, 0.35)]
+SPREADS = [("norm", 1.0, 0.35), ("bias", 0.0, 0.5), ("embed_tokens", 0.0, 1.7), ("fc.weight", 0.0, 0.15), ("", 0.0, 0.35)]
 
 
 def values(name: str, shape: list[int]) -> torch.Tensor:

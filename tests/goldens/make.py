@@ -9,8 +9,8 @@
     goldens/bin/python tests/goldens/make.py sample target/fetch/SmolLM2-135M-Instruct.Q4_1.gguf
 
 `families` and `chat` are in the files of these names. `tiny` writes tiny.safetensors, random weights that all tiny models share, and one
-NAME.safetensors a case: its tokens, its logits, and its config.json in the metadata. `drafts` writes drafts/mtp.safetensors, a random MTP module for the tied tiny model, what
-goes in, and what comes out. `sample` writes sample.json, what the sample model says to ten prompts, and
+NAME.safetensors a case: its tokens, its logits, and its config.json in the metadata. `drafts` writes drafts/mtp.safetensors, a random MTP module
+for the tied tiny model, what goes in, and what comes out, and what deepseek_mtp.py and eagle.py have. `sample` writes sample.json, what the sample model says to ten prompts, and
 quality.json, texts that it wrote, to compare quantizations on.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import chat
 import deepseek_mtp
+import eagle
 import families
 import numpy as np
 import safetensors
@@ -206,6 +207,8 @@ def make_drafts() -> None:
     print(f"mtp logits {tuple(logits.shape)}, standard deviation {logits.std():.2f}, drafts {drafts}")
     tensors, metadata = deepseek_mtp.golden()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, HERE / "drafts" / "deepseek.safetensors", VERSIONS | metadata)
+    for name, (tensors, metadata) in eagle.goldens().items():
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, HERE / "drafts" / f"{name}.safetensors", VERSIONS | metadata)
 
 
 # Ten prompts: chat and plain text; digits, tabs, emoji, Chinese, code.

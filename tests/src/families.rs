@@ -12,8 +12,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// Around what a tensor's numbers lie, and how far to both sides, by a part of its name. The first that fits holds.
-const SPREADS: [(&str, f32, f32); 4] =
-    [("norm", 1.0, 0.35), ("bias", 0.0, 0.5), ("embed_tokens", 0.0, 1.7), ("", 0.0, 0.35)];
+const SPREADS: [(&str, f32, f32); 5] =
+    [("norm", 1.0, 0.35), ("bias", 0.0, 0.5), ("embed_tokens", 0.0, 1.7), ("fc.weight", 0.0, 0.15), ("", 0.0, 0.35)];
 
 /// One of `goldens/families`.
 pub struct Family {

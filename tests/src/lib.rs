@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod close;
+pub mod drafts;
 pub mod families;
 pub mod runner;
 pub mod sample;

@@ -152,6 +152,18 @@ impl ModelConfig {
         }
     }
 
+    /// Makes it take sequences of `positions` tokens too, whatever it was trained on. Whether that is more.
+    pub(crate) fn allow_positions(&mut self, positions: usize) -> bool {
+        // Dynamic scaling would derive other angles.
+        let is_fixed = !matches!(self.rope.scaling, RopeScaling::Dynamic { .. });
+        let is_more = is_fixed && positions > self.max_position_embeddings;
+        if is_more {
+            self.max_position_embeddings = positions;
+            self.rope.max_positions = positions;
+        }
+        is_more
+    }
+
     /// Makes the rotary table no longer than `max` positions. The model's context stays what it is.
     pub(crate) fn limit_positions(&mut self, max: Option<usize>) {
         // Dynamic scaling derives its angles from the length of the table.

@@ -52,8 +52,16 @@ pub enum ModelError {
     #[error("draft {}: {key} is {got}, the base has {want}: it is a draft for another model", dir.display())]
     OtherBase { dir: PathBuf, key: &'static str, got: usize, want: usize },
 
-    #[error("{} has no tensor NAME.eh_proj.weight: it is no MTP module", dir.display())]
-    NoMtp { dir: PathBuf },
+    #[error("{} has no tensor {sign}: it is not {kind}", dir.display())]
+    NoDraft { dir: PathBuf, kind: &'static str, sign: &'static str },
+
+    /// A kind of drafter belongs to one `speculate_method`.
+    #[error("draft {}: it is {kind}, which speculate_method {for_method} is for, not {method}", dir.display())]
+    OtherDraft { dir: PathBuf, kind: &'static str, for_method: &'static str, method: String },
+
+    /// `index` is the draft token.
+    #[error("{name}[{index}] stands for token {token}, expected 0 to below {vocab_size}")]
+    DraftToken { name: String, index: usize, token: i64, vocab_size: usize },
 
     #[error("{setting} is {value}, supported: {supported}")]
     Setting { setting: &'static str, value: String, supported: &'static str },

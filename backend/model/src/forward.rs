@@ -2,7 +2,7 @@
 //!
 //! This file imports no layer: layers import it.
 
-use drafthorse_kernels::ops::copy_rows::copy;
+use drafthorse_kernels::ops::copy_columns::copy_columns;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
 use drafthorse_kernels::{Communicator, DType, Shape, Tensor, Workspace};
 
@@ -10,11 +10,11 @@ use crate::batch::Batch;
 use crate::error::Result;
 use crate::kv_cache::KvCache;
 
-/// A layer's input that is kept for a drafter (EAGLE-3 reads three of them).
+/// Inputs of layers that are kept side by side for a drafter (EAGLE-3 reads three of them).
 pub struct Tap<'a> {
-    /// The decoder layer, from 0.
-    pub layer: usize,
-    /// `[at least tokens, hidden]`: the residual stream as it enters the layer goes to its first rows.
+    /// Decoder layers from 0; their number: what leaves the last one.
+    pub layers: &'a [usize],
+    /// `[at least tokens, layers * hidden]`: the residual stream as it enters each layer goes to its first rows, in this order.
     pub output: &'a mut Tensor,
 }
 
@@ -51,9 +51,11 @@ impl Forward<'_> {
 
     /// Keeps `residual` for whoever taps `layer`.
     pub(crate) fn tap(&mut self, layer: usize, residual: &Tensor) -> Result<()> {
-        let (rows, _) = residual.rows_cols();
-        for tap in self.taps.iter_mut().filter(|tap| tap.layer == layer) {
-            copy(residual, &mut tap.output.rows_mut(0..rows))?;
+        let (rows, width) = residual.rows_cols();
+        for tap in self.taps.iter_mut() {
+            for (index, _) in tap.layers.iter().enumerate().filter(|(_, tapped)| **tapped == layer) {
+                copy_columns(residual, &mut tap.output.rows_mut(0..rows), index * width)?;
+            }
         }
         Ok(())
     }

@@ -73,6 +73,11 @@ impl Keys {
         indices.ok_or_else(|| refused(key, value, "a list of layers, counted from 0"))
     }
 
+    /// The settings in the table `key`; none if it is not there, or no table.
+    pub fn table(&self, key: &str) -> Keys {
+        Keys(self.get(key).and_then(Value::as_object).cloned().unwrap_or_default())
+    }
+
     /// What is there, unless null.
     fn get(&self, key: &str) -> Option<&Value> {
         self.0.get(key).filter(|value| !value.is_null())
@@ -95,14 +100,18 @@ mod tests {
 
     #[test]
     fn what_is_there_is_read_and_null_is_not_there() {
-        let keys =
-            keys(r#"{"n": 8, "zero": 0, "x": 2.5, "yes": true, "list": [0, 3], "none": null, "how": "softmax"}"#);
+        let keys = keys(
+            r#"{"n": 8, "zero": 0, "x": 2.5, "yes": true, "list": [0, 3], "none": null, "how": "softmax",
+                "inner": {"n": 5}}"#,
+        );
         assert_eq!(keys.size("n").unwrap(), 8);
         assert_eq!((keys.count("zero").unwrap(), keys.count("none").unwrap()), (Some(0), None));
         assert_eq!((keys.number("x").unwrap(), keys.number("n").unwrap()), (Some(2.5), Some(8.0)));
         assert_eq!((keys.flag("yes").unwrap(), keys.flag("no").unwrap()), (Some(true), None));
         assert_eq!((keys.indices("list").unwrap(), keys.indices("none").unwrap()), (vec![0, 3], vec![]));
         assert_eq!(keys.one_of("how", &[("sigmoid", 1), ("softmax", 2)]).unwrap(), Some(2));
+        let inner = keys.table("inner");
+        assert_eq!((inner.count("n").unwrap(), keys.table("list")), (Some(5), Keys::default()));
     }
 
     #[test]

@@ -70,10 +70,10 @@ pub const SETTINGS: &[Setting] = &[
     setting("enable_prefix_caching", "true", "reuse the KV of prompts that begin alike"),
     setting("strict_parameters", "false", "refuse requests with parameters that are not known, instead of a warning"),
     setting("tensor_parallel_size", "1", "ranks that share each layer"),
-    setting("speculate_method", "none", "none, ngram (inference_with_reference) or mtp: how drafts are made"),
+    setting("speculate_method", "none", "none, ngram (inference_with_reference), mtp or eagle: how drafts are made"),
     setting("speculate_max_draft_token_num", "3", "most drafts a sequence gets in one step"),
     setting("speculate_draft_token_bound", "5", "what speculate_max_draft_token_num may be, 1 to 7"),
-    setting("speculate_adaptive", "true", "with mtp: fewer drafts, or none, where they do not pay"),
+    setting("speculate_adaptive", "true", "with mtp and eagle: fewer drafts, or none, where they do not pay"),
     setting(
         "speculate_forced_acceptance",
         "",
@@ -82,10 +82,15 @@ pub const SETTINGS: &[Setting] = &[
     setting(
         "draft_model_name_or_path",
         "",
-        "with mtp, the draft: a folder, or a model beside this one; default the model mtp, else what is in the checkpoint",
+        "with mtp and eagle, the draft: a folder, or a model beside this one; default the model of the method's name, for mtp else what is in the \
+         checkpoint",
     ),
     setting("draft_model_quant_type", "none", "as quant_type, for the draft"),
-    setting("return_full_hidden_states", "false", "accepted for PaddleNLP's command lines: mtp has them without it"),
+    setting(
+        "return_full_hidden_states",
+        "false",
+        "accepted for PaddleNLP's command lines: mtp and eagle have them without it",
+    ),
     setting("speculate_max_ngram_size", "3", "longest n-gram that is looked up"),
 ];
 

@@ -10,6 +10,7 @@ use drafthorse_kernels::{DType, Tensor};
 use drafthorse_model::Forward;
 
 use crate::error::Result;
+use crate::features::Features;
 use crate::graphs::Part;
 use crate::inputs::PlannedRow;
 use crate::runner::{Runner, Work};
@@ -55,13 +56,15 @@ impl Runner {
     /// Gives the device the batch, and what follows from its hidden states as far as that is recorded.
     fn forward(&mut self) -> Result<Forwarded> {
         let part = self.recorded_as();
-        let Runner { model, kv, workspace, comm, batch, graphs, sampler, inputs, slots, proposer, .. } = self;
+        let Runner { model, kv, workspace, comm, batch, graphs, sampler, inputs, slots, proposer, features, .. } = self;
         let drafts = proposer.as_ref().and_then(|proposer| proposer.on_device());
         let Some((size, part)) = part else {
             if let Some(drafts) = drafts {
                 batch.feed_tokens(drafts)?;
             }
-            let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
+            let mut tap = features.as_mut().map(Features::tap);
+            let taps = tap.as_mut_slice();
+            let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps };
             return Ok(Forwarded { hidden: model.forward(&mut cx)?, logits: Logits::NotYet });
         };
         let tokens = batch.num_tokens();
@@ -74,7 +77,9 @@ impl Runner {
             if let Some(drafts) = drafts {
                 batch.feed_tokens(drafts)?;
             }
-            let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps: &mut [] };
+            let mut tap = features.as_mut().map(Features::tap);
+            let taps = tap.as_mut_slice();
+            let mut cx = Forward { batch, kv, workspace, comm: &**comm, target_hidden: None, taps };
             let hidden = model.forward(&mut cx)?;
             let logits = model.logits(&hidden, &mut cx)?;
             if picks {
@@ -126,7 +131,7 @@ impl Runner {
             proposer.propose_unseen(&mut Unseen {
                 rows: &self.inputs.rows,
                 slots: &self.slots,
-                hidden,
+                hidden: self.features.as_ref().map_or(hidden, Features::tensor),
                 picked: self.sampler.picked(),
                 forced: self.forced,
                 max_model_len: self.max_model_len,

@@ -9,6 +9,7 @@ mod checksum;
 mod config;
 mod drafted;
 mod error;
+mod features;
 pub mod grammar;
 mod graphs;
 mod inputs;

@@ -14,6 +14,7 @@ use tracing::warn;
 
 use crate::config::WorkerConfig;
 use crate::error::{Result, WorkerError};
+use crate::features::Features;
 use crate::graphs::Graphs;
 use crate::inputs::Inputs;
 use crate::memory::{MemoryPlan, Needs, budget};
@@ -114,14 +115,16 @@ fn drafter(config: &WorkerConfig, loaded: &Loaded, options: LoadOptions<'_>) -> 
     let dir = speculate.draft_dir.as_ref().unwrap_or(&config.model_dir);
     let base = Base { model: &*loaded.model, config: &loaded.config };
     let quant = speculate.draft_quant_type.clone().map(QuantType::from);
-    let draft = load_draft(dir, base, &LoadOptions { quant, ..options }).map_err(|error| match error {
-        ModelError::NoMtp { .. } if speculate.draft_dir.is_none() => {
-            let must =
-                "none without a draft: draft_model_name_or_path names none, and the checkpoint has none in it".into();
-            WorkerError::Setting { field: "speculate_method", got: "mtp".into(), must }
-        }
-        error => WorkerError::Draft(error),
-    })?;
+    let draft =
+        load_draft(dir, &speculate.method, base, &LoadOptions { quant, ..options }).map_err(|error| match error {
+            ModelError::NoDraft { .. } if speculate.draft_dir.is_none() => {
+                let must =
+                    "none without a draft: draft_model_name_or_path names none, and the checkpoint has none in it"
+                        .into();
+                WorkerError::Setting { field: "speculate_method", got: "mtp".into(), must }
+            }
+            error => WorkerError::Draft(error),
+        })?;
     let num_tokens = draft.tokens.as_ref().map_or(draft.config.vocab_size, Vec::len);
     let longest = config.max_model_len.map_or(loaded.config.max_position_embeddings, |len| len as usize);
     if draft.config.max_position_embeddings < longest {
@@ -129,7 +132,8 @@ fn drafter(config: &WorkerConfig, loaded: &Loaded, options: LoadOptions<'_>) -> 
             (longest.to_string(), format!("at most the draft's {}", draft.config.max_position_embeddings));
         return Err(WorkerError::Setting { field: "max_model_len", got, must });
     }
-    Ok(Drafter { model: draft.model, tokens: draft.tokens, num_tokens, weight_bytes: draft.weight_bytes as u64 })
+    let (model, tokens, taps, weight_bytes) = (draft.model, draft.tokens, draft.taps, draft.weight_bytes as u64);
+    Ok(Drafter { model, tokens, num_tokens, taps, weight_bytes })
 }
 
 /// Plans the memory and takes it all.
@@ -148,10 +152,12 @@ pub(crate) fn assemble(
         Some(_) => config.speculate.max_draft_token_num as usize,
         None => proposer.as_ref().map_or(0, |proposer| proposer.max_drafts()),
     };
+    let taps = drafter.as_ref().map(|drafter| drafter.taps.clone()).unwrap_or_default();
+    let features = hidden * taps.len().max(1);
     let block_size = config.block_size as usize;
     let layout = KvLayout {
         layers: model.kv_layers().into_iter().chain(drafter.iter().flat_map(|d| d.model.kv_layers())).collect(),
-        last_hidden: if drafter.is_some() { hidden } else { 0 },
+        last_hidden: if drafter.is_some() { features } else { 0 },
         block_size,
         dtype,
     };
@@ -171,6 +177,7 @@ pub(crate) fn assemble(
         chunk_rows,
         max_kv_len: longest,
         hidden,
+        features,
         dtype,
     };
     let of_target = model.workspace_bytes(step)
@@ -178,6 +185,7 @@ pub(crate) fn assemble(
         + Sampler::workspace_bytes(device, chunk_rows, vocab_size);
     let of_drafter = drafter.as_ref().map_or(0, |drafter| draft_sizes(0, 0).workspace_bytes(device, drafter));
     let workspace_bytes = of_target.max(of_drafter);
+    let taken_bytes = (workspace_bytes + Features::bytes(taps.len(), max_tokens, hidden, dtype)) as u64;
     let slot_sizes = |max_model_len: usize, num_blocks: usize| SlotSizes {
         num_slots: max_seqs,
         // A step planned before the end of a sequence was known may reserve room past it.
@@ -192,10 +200,10 @@ pub(crate) fn assemble(
     };
     let plan = MemoryPlan::new(&Needs {
         weight_bytes,
-        workspace_bytes: workspace_bytes as u64,
+        workspace_bytes: taken_bytes,
         slot_bytes: slot_sizes(longest, 0).bytes(),
         block_bytes: layout.block_bytes() as u64,
-        kv_cache_bytes: kv_cache_bytes(config, device, &layout, workspace_bytes as u64)?,
+        kv_cache_bytes: kv_cache_bytes(config, device, &layout, taken_bytes)?,
         kv_setting: if follows_memory(config, device) { "memory_fraction" } else { "kv_cache_bytes" },
         block_size: config.block_size,
         max_model_len: config.max_model_len,
@@ -246,6 +254,7 @@ pub(crate) fn assemble(
             inputs: Inputs::new(max_logit_rows, max_seqs),
             slots: Slots::new(device, sizes)?.with_grammars(config.grammars.clone()),
             sampler: Sampler::new(device, chunk_rows, max_logit_rows, vocab_size)?,
+            features: Features::new(device, taps.clone(), max_tokens, hidden, dtype)?,
             graphs: Graphs::new(device, config.eager),
             proposer,
             forced: config.speculate.forced_acceptance.and_then(Forced::new),

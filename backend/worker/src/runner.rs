@@ -19,6 +19,7 @@ use drafthorse_model::{Batch, Forward, KvCache, Model};
 
 use crate::checksum::Checksum;
 use crate::error::{Result, WorkerError};
+use crate::features::Features;
 use crate::graphs::{Graphs, Part};
 use crate::inputs::{Inputs, LogitRow, LogitsOf, PlannedRow};
 use crate::sampler::Sampler;
@@ -44,6 +45,8 @@ pub(crate) struct Runner {
     pub proposer: Option<Box<dyn Proposer>>,
     /// Which drafts hold, if that is not for the target to say.
     pub forced: Option<Forced>,
+    /// What the proposer reads of the target, if not its last hidden states.
+    pub features: Option<Features>,
     /// The rows that the proposer is shown, kept from step to step.
     pub propose_rows: Vec<ProposeRow>,
     /// Rows of hidden states and the slots that keep them, likewise.

@@ -10,6 +10,7 @@ use drafthorse_kernels::Tensor;
 use drafthorse_model::Forward;
 
 use crate::error::Result;
+use crate::features::Features;
 use crate::inputs::{LogitsOf, PlannedRow};
 use crate::runner::Runner;
 use crate::slots::SlotState;
@@ -135,7 +136,7 @@ impl Runner {
         proposer.propose(&mut Propose {
             rows: &self.propose_rows,
             slots: &mut self.slots,
-            hidden,
+            hidden: self.features.as_ref().map_or(hidden, Features::tensor),
             picked: Some(self.sampler.picked()).filter(|picked| self.inputs.logits.len() <= picked.dims()[0]),
             decode: is_decode.then(|| (took, self.batch.num_tokens())),
             graphs: &mut self.graphs,

@@ -1,8 +1,10 @@
 //! One folder an op: its contract and dispatch in `mod.rs`, the plain reference in `cpu.rs`, faster versions beside it.
 
+pub mod add;
 pub mod add_bias;
 pub mod attention;
 pub mod concat;
+pub mod copy_columns;
 pub mod copy_rows;
 pub mod embed;
 pub mod feed_tokens;

@@ -6,16 +6,27 @@
 
 use drafthorse_kernels::Tensor;
 
-use super::naming::Names;
-use crate::error::{ModelError, Result};
+use super::kind::{Kind, Shared, given};
+use super::names::{self, Names, below};
+use crate::error::Result;
 use crate::forward::Forward;
 use crate::kv_cache::KvLayer;
 use crate::layers::{Embedding, Linear, LmHead, RmsNorm};
-use crate::models::{DecoderLayer, Ends, Model, StepSize, draft_layer, tensor_bytes};
+use crate::models::{DecoderLayer, Model, StepSize, draft_layer, tensor_bytes};
 use crate::quant::Part;
-use crate::weights::{Loader, Shard};
+use crate::weights::{Checkpoint, Loader, Shard};
 
-pub(super) struct Mtp {
+pub(super) const KIND: Kind = Kind {
+    method: "mtp",
+    title: "an MTP module",
+    sign: "NAME.eh_proj.weight",
+    names: names_in,
+    taps: |_, _| Ok(Vec::new()),
+    load: |root, names, shared| Ok(Box::new(Mtp::load(root, names, shared)?)),
+    outlasts_training: false,
+};
+
+struct Mtp {
     embedding: Embedding,
     embedding_norm: RmsNorm,
     hidden_norm: RmsNorm,
@@ -28,13 +39,22 @@ pub(super) struct Mtp {
     element_bytes: usize,
 }
 
+/// Of several modules those of the first.
+fn names_in(checkpoint: &Checkpoint) -> Option<Names> {
+    let module = names::module_of(checkpoint, "eh_proj")?;
+    if checkpoint.contains(&below(module, "layers.0.input_layernorm.weight")) {
+        return Some(Names::at(checkpoint, module, "eh_proj", "layers.0"));
+    }
+    let [norm, head] = ["shared_head.norm", "shared_head.head"].map(|name| below(module, name));
+    Some(Names { norm, head, embedding: below(module, "embed_tokens"), ..Names::at(checkpoint, module, "eh_proj", "") })
+}
+
 impl Mtp {
-    /// `ends` are the base's, for what the module has not; `num_tokens` is the size of the draft vocabulary.
-    pub(super) fn load(root: &Loader<'_>, names: &Names, ends: Option<&Ends>, num_tokens: usize) -> Result<Self> {
+    fn load(root: &Loader<'_>, names: &Names, shared: &Shared<'_>) -> Result<Self> {
         let config = root.config();
         let hidden = config.hidden_size;
-        let module = root.at(&names.module);
-        let part = Part { at: module.at("eh_proj"), out_features: hidden, shard: Shard::Replicated };
+        let (module, ends) = (root.at(&names.module), shared.ends);
+        let part = Part { at: root.at(&names.input), out_features: hidden, shard: Shard::Replicated };
         let mut layer = draft_layer(&root.at(&names.layer))?;
         layer.leave_out_first_key();
         Ok(Mtp {
@@ -44,7 +64,7 @@ impl Mtp {
             input: Linear::column(&[part], 2 * hidden, false)?,
             layer,
             norm: RmsNorm::load(&root.at(&names.norm))?,
-            lm_head: LmHead::load_or_share(root.at(&names.head), num_tokens, ends.map(|ends| &ends.head))?,
+            lm_head: LmHead::load_or_share(root.at(&names.head), shared.num_tokens, ends.map(|ends| &ends.head))?,
             hidden_size: hidden,
             element_bytes: root.dtype().bytes(),
         })
@@ -54,12 +74,7 @@ impl Mtp {
 impl Model for Mtp {
     fn forward(&self, cx: &mut Forward<'_>) -> Result<Tensor> {
         let num_tokens = cx.batch.num_tokens();
-        let target_hidden = cx.target_hidden.filter(|hidden| hidden.rows_cols().0 == num_tokens);
-        let target_hidden = target_hidden.ok_or(ModelError::BatchMismatch {
-            what: "number of the target's hidden states",
-            got: cx.target_hidden.map_or(0, |hidden| hidden.rows_cols().0),
-            want: num_tokens,
-        })?;
+        let target_hidden = given(cx)?;
 
         // `x` first: it outlives the call.
         let mut x = self.embedding.output(cx)?;

@@ -81,6 +81,11 @@ impl QkNorm {
 impl Attention {
     /// `layer` counts the model's layers from 0.
     pub(crate) fn load(at: &Loader<'_>, layer: usize, kind: AttentionKind) -> Result<Self> {
+        Attention::of_inputs(at, layer, kind, at.config().hidden_size)
+    }
+
+    /// One whose inputs are of another width than hidden states, for [`forward_to`](Self::forward_to).
+    pub(crate) fn of_inputs(at: &Loader<'_>, layer: usize, kind: AttentionKind, inputs: usize) -> Result<Self> {
         let config = at.config();
         let (hidden, head_dim, world) = (config.hidden_size, config.head_dim, at.place().world);
         if !config.num_heads.is_multiple_of(world) {
@@ -97,7 +102,7 @@ impl Attention {
         let heads =
             Heads { num_heads: config.num_heads / world, num_kv_heads: (config.num_kv_heads / world).max(1), head_dim };
         Ok(Attention {
-            qkv: Linear::column(&qkv, hidden, kind.qkv_bias)?,
+            qkv: Linear::column(&qkv, inputs, kind.qkv_bias)?,
             output: Linear::row(at.at("o_proj"), hidden, config.num_heads * head_dim, kind.o_bias)?,
             qk_norm: if kind.qk_norm { Some(QkNorm::load(at)?) } else { None },
             rope: at.rope_table()?,
@@ -107,6 +112,14 @@ impl Attention {
             has_first_key: true,
             op_workspace_bytes: workspace_bytes(at.device(), heads),
         })
+    }
+
+    /// `y` becomes the attention of `x`.
+    pub(crate) fn forward_to(&self, x: &Tensor, y: &mut Tensor, cx: &mut Forward<'_>) -> Result<()> {
+        let mut qkv = self.qkv.output(x.rows_cols().0, x.dtype(), cx)?;
+        self.qkv.forward(x, &mut qkv, cx)?;
+        let attended = self.attend(&mut qkv, cx)?;
+        self.output.forward(&attended, y, cx)
     }
 
     /// All heads' outputs, `[tokens, heads * head_dim]`.

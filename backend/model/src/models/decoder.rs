@@ -140,6 +140,7 @@ impl Model for Decoder {
                 layer.forward(&mut x, &mut residual, cx)?;
             }
             self.norm.add(&mut x, &mut residual)?;
+            cx.tap(self.layers.len(), &residual)?;
             return Ok(x);
         };
         let squares = cx.take([tokens, self.hidden_size / 16], DType::F32)?;
@@ -154,6 +155,7 @@ impl Model for Decoder {
         }
         drop(spread);
         self.norm.add(&mut x, &mut residual)?;
+        cx.tap(self.layers.len(), &residual)?;
         Ok(x)
     }
 

@@ -234,7 +234,7 @@ impl Checkpoint {
     }
 
     /// Notes that a tensor is not as it should be.
-    pub(super) fn note(&self, problem: TensorProblem) {
+    pub(crate) fn note(&self, problem: TensorProblem) {
         let mut seen = self.seen();
         if seen.noted.insert(problem.to_string()) {
             seen.problems.push(problem);

@@ -9,20 +9,26 @@ use super::layout::{CHECKPOINT, version_folders};
 use crate::error::{Result, ServerError};
 use crate::settings::Settings;
 
-/// The model that drafts for those beside it, if nobody says otherwise.
-const DEFAULT_NAME: &str = "mtp";
+/// A method whose drafts come of a checkpoint of their own.
+struct Method {
+    name: &'static str,
+    /// The draft may be in the base's checkpoint.
+    may_be_inside: bool,
+}
+
+const METHODS: [Method; 2] =
+    [Method { name: "mtp", may_be_inside: true }, Method { name: "eagle", may_be_inside: false }];
 
 /// The draft's checkpoint folder, for the model whose checkpoint is in `base`. `None` if nothing wants one, or if it can only be in
-/// the base's own checkpoint.
+/// the base's own checkpoint. If nobody names a model, the one beside it that is called as the method drafts for it.
 ///
 /// # Errors
 /// `BadSetting` if what is named is not there; `BadFile` if the draft was made for another tokenizer.
 pub fn folder(settings: &Settings, base: &Path) -> Result<Option<PathBuf>> {
-    if settings.text("speculate_method") != "mtp" {
-        return Ok(None);
-    }
+    let method = METHODS.iter().find(|method| method.name == settings.text("speculate_method"));
+    let Some(method) = method else { return Ok(None) };
     let given = settings.text("draft_model_name_or_path");
-    let name = if given.is_empty() { DEFAULT_NAME } else { given };
+    let name = if given.is_empty() { method.name } else { given };
     // A checkpoint lies in its model's version folder, or is the model itself.
     let beside = base.ancestors().skip(1).take(2).map(|folder| folder.join(name));
     let named = (!given.is_empty()).then(|| PathBuf::from(given));
@@ -32,7 +38,7 @@ pub fn folder(settings: &Settings, base: &Path) -> Result<Option<PathBuf>> {
             return Ok(Some(checkpoint));
         }
     }
-    match given.is_empty() {
+    match given.is_empty() && method.may_be_inside {
         true => Ok(None),
         false => Err(settings.bad(
             "draft_model_name_or_path",
@@ -105,6 +111,23 @@ mod tests {
         assert_eq!(
             found(&other, &[MTP, ("draft_model_name_or_path", "hawk")]),
             "setting draft_model_name_or_path is 'hawk', must be a folder with a checkpoint, or a model beside this one; \
+             speculate_method none serves without it"
+        );
+    }
+
+    #[test]
+    fn an_eagle_head_is_never_inside_the_model() {
+        let files = [("llm/1/config.json", "{}"), ("mtp/1/config.json", "{}"), ("eagle/1/config.json", "{}")];
+        let eagle = ("speculate_method", "eagle");
+        assert_eq!(found(&files, &[eagle]), "eagle/1");
+        assert_eq!(
+            found(&files, &[eagle, ("draft_model_name_or_path", "mtp")]),
+            "mtp/1",
+            "its tensors tell what it is"
+        );
+        assert_eq!(
+            found(&files[..2], &[eagle]),
+            "setting draft_model_name_or_path is '', must be a folder with a checkpoint, or a model beside this one; \
              speculate_method none serves without it"
         );
     }

@@ -30,7 +30,7 @@ pub struct SpeculateConfig {
     pub adaptive: bool,
     /// `speculate_forced_acceptance`, for benches alone: the share of drafts that hold whatever the target says.
     pub forced_acceptance: Option<f32>,
-    /// `draft_model_name_or_path`, as a folder. `None`: the drafter is part of the base's checkpoint.
+    /// `draft_model_name_or_path`, as a folder. `None`: the drafter is part of the base's checkpoint, where its method knows such.
     pub draft_dir: Option<PathBuf>,
     /// `draft_model_quant_type`. `None` keeps what the drafter's checkpoint has.
     pub draft_quant_type: Option<String>,
@@ -61,8 +61,16 @@ pub(crate) enum Method {
 }
 
 /// The table: a method's name, and what makes its drafts.
-const METHODS: &[(&str, fn(&SpeculateConfig) -> Method)] =
-    &[("none", |_| Method::None), ("inference_with_reference", ngram), ("ngram", ngram), ("mtp", |_| Method::Model)];
+const METHODS: &[(&str, fn(&SpeculateConfig) -> Method)] = &[
+    ("none", |_| Method::None),
+    ("inference_with_reference", ngram),
+    ("ngram", ngram),
+    ("mtp", |_| Method::Model),
+    (EAGLE, |_| Method::Model),
+];
+
+/// Its heads are no part of any base's checkpoint.
+const EAGLE: &str = "eagle";
 
 /// The names that `speculate_method` may have.
 pub fn methods() -> impl Iterator<Item = &'static str> {
@@ -79,6 +87,10 @@ pub(crate) fn method(config: &SpeculateConfig) -> Result<Method> {
         let names: Vec<_> = methods().collect();
         return Err(setting("speculate_method", &config.method, format!("one of {}", names.join(", "))));
     };
+    if config.method == EAGLE && config.draft_dir.is_none() {
+        let must = "the folder of an EAGLE head; speculate_method none serves without one".into();
+        return Err(setting("draft_model_name_or_path", &"not given", must));
+    }
     let (drafts, bound) = (config.max_draft_token_num, config.draft_token_bound);
     if !(1..=MAX_DRAFTS).contains(&bound) {
         return Err(setting("speculate_draft_token_bound", &bound, format!("1 to {MAX_DRAFTS}")));
@@ -135,7 +147,11 @@ mod tests {
         assert_eq!(made("mtp", 3, 5), "a model");
         assert_eq!(
             made("medusa", 1, 5),
-            "speculate_method is medusa, must be one of none, inference_with_reference, ngram, mtp"
+            "speculate_method is medusa, must be one of none, inference_with_reference, ngram, mtp, eagle"
+        );
+        assert_eq!(
+            made("eagle", 1, 5),
+            "draft_model_name_or_path is not given, must be the folder of an EAGLE head; speculate_method none serves without one"
         );
         assert_eq!(
             made("ngram", 6, 5),

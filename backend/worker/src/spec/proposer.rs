@@ -35,7 +35,7 @@ pub struct Propose<'a> {
     pub rows: &'a [ProposeRow],
     /// Histories to read, drafts to write. A slot named in `rows` holds no drafts at first.
     pub slots: &'a mut Slots,
-    /// The target's last hidden states, `[tokens, hidden]`.
+    /// What a drafter reads of the target, a row for each token: its last hidden states, or those that were tapped side by side.
     pub hidden: &'a Tensor,
     /// What was picked on the device of the step's logits, if all of it is still there.
     pub picked: Option<&'a Tensor>,

@@ -19,6 +19,8 @@ const DRAFTS: u32 = 3;
 /// The fake model's hidden state at i + 1 is a hash of that at i and of token i + 1, which are just what a drafter is given: so it
 /// can be right always. It reads back all entries from slot 1 on, and each must follow from the one before.
 struct FakeDrafter {
+    /// Layers whose inputs it is given side by side; all are the hidden state in disguise.
+    taps: Vec<usize>,
     /// After one history in so many it is wrong on purpose; 0: never.
     wrong_every: u64,
     /// Entries that did not follow.
@@ -26,6 +28,26 @@ struct FakeDrafter {
 }
 
 impl FakeDrafter {
+    /// The hidden states that it is given of the target or, one each, of itself.
+    fn hidden(&self, given: &Tensor) -> Vec<f32> {
+        let (_, width) = given.rows_cols();
+        let mut hidden = Vec::new();
+        for row in given.as_slice::<f32>().chunks(width) {
+            if width == HIDDEN {
+                hidden.extend(row);
+                continue;
+            }
+            assert_eq!(width, self.taps.len() * HIDDEN);
+            let of_layer = |(columns, &layer): (&[f32], &usize)| -> Vec<f32> {
+                columns.iter().map(|column| column - fake::tapped(layer)).collect()
+            };
+            let of_layers: Vec<Vec<f32>> = row.chunks(HIDDEN).zip(&self.taps).map(of_layer).collect();
+            self.torn.fetch_add(usize::from(of_layers.iter().any(|parts| *parts != of_layers[0])), Relaxed);
+            hidden.extend(&of_layers[0]);
+        }
+        hidden
+    }
+
     fn follow(hidden: u64, token: TokenId) -> u64 {
         mix(hidden ^ u64::from(token + 1))
     }
@@ -42,6 +64,7 @@ fn whole(parts: &[f32]) -> u64 {
 impl Model for FakeDrafter {
     fn forward(&self, cx: &mut Forward<'_>) -> Result<Tensor> {
         let (batch, given) = (cx.batch, cx.target_hidden.expect("a drafter is given hidden states"));
+        let given = self.hidden(given);
         let mut hidden = cx.take([batch.num_tokens(), HIDDEN], DType::F32)?;
         let block_size = cx.kv.layout().block_size;
         let [k, v] = cx.kv.heads(1)?;
@@ -59,7 +82,7 @@ impl Model for FakeDrafter {
             for row in rows.clone() {
                 let at = place(positions[row] as usize);
                 k[at] = ids[row] as f32;
-                v[at..at + HIDDEN].copy_from_slice(&given.as_slice::<f32>()[row * HIDDEN..][..HIDDEN]);
+                v[at..at + HIDDEN].copy_from_slice(&given[row * HIDDEN..][..HIDDEN]);
             }
             for row in rows {
                 let last = positions[row] as usize;
@@ -112,11 +135,16 @@ fn is_wrong(hash: u64, every: u64) -> bool {
 
 /// An engine over the fake model with its drafter, and the drafter's count of torn entries.
 fn drafting_engine(wrong_every: u64) -> (Engine, Arc<AtomicUsize>) {
+    tapping_engine(wrong_every, Vec::new())
+}
+
+/// The same whose drafter reads the inputs of several layers.
+fn tapping_engine(wrong_every: u64, taps: Vec<usize>) -> (Engine, Arc<AtomicUsize>) {
     let torn = Arc::new(AtomicUsize::new(0));
-    let model = FakeDrafter { wrong_every, torn: torn.clone() };
+    let model = FakeDrafter { taps: taps.clone(), wrong_every, torn: torn.clone() };
     let network = move || {
         let tokens = Some((0..VOCAB as u32).rev().collect());
-        let drafter = Drafter { model: Box::new(model), tokens, num_tokens: VOCAB, weight_bytes: 0 };
+        let drafter = Drafter { model: Box::new(model), tokens, num_tokens: VOCAB, taps, weight_bytes: 0 };
         crate::load::Network { drafter: Some(drafter), ..fake::network() }
     };
     let speculate = SpeculateConfig {
@@ -197,6 +225,27 @@ fn sampled_text_with_penalties_and_log_probabilities_is_that_without_drafts() {
     }
 }
 
+#[test]
+fn a_drafter_of_several_layers_is_given_them_side_by_side() {
+    let jobs = greedy_jobs();
+    let plain = fake_engine(None).serve(&jobs, Schedule::alone());
+    for (wrong_every, taps) in [(0, vec![2, 3, 5]), (3, vec![1, 7])] {
+        let (mut engine, torn) = tapping_engine(wrong_every, taps);
+        for schedule in (0..12).map(Schedule::wild).chain([Schedule::alone(), Schedule::together()]) {
+            assert_eq!(engine.serve(&jobs, schedule), plain, "{schedule:?}");
+        }
+        assert!((engine.num_held == engine.num_drafts) == (wrong_every == 0));
+        assert_eq!(torn.load(Relaxed), 0);
+    }
+    let jobs = mixed_jobs();
+    let plain = fake_engine(None).serve(&jobs, Schedule::alone());
+    let (mut engine, torn) = tapping_engine(2, vec![2, 3, 5]);
+    for seed in 0..6 {
+        assert_eq!(engine.serve(&jobs, Schedule::wild(seed)), plain, "seed {seed}");
+    }
+    assert_eq!(torn.load(Relaxed), 0);
+}
+
 /// A sequence in `slot` that begins with `blocks`, of which `num_cached` tokens are computed.
 fn admit(slot: u32, tokens: &[TokenId], num_cached: u32, blocks: &[u32]) -> Admit {
     Admit {
@@ -219,7 +268,12 @@ fn row(slot: u32, num_tokens: u32, num_drafts: u32, new_blocks: &[u32]) -> Row {
 
 #[test]
 fn blocks_that_are_found_again_go_on_with_their_entries() {
-    let (mut engine, torn) = drafting_engine(0);
+    for engine in [drafting_engine(0), tapping_engine(0, vec![2, 3, 5])] {
+        go_on_with_blocks(engine);
+    }
+}
+
+fn go_on_with_blocks((mut engine, torn): (Engine, Arc<AtomicUsize>)) {
     let prompt: Vec<TokenId> = (20..34).collect();
     let first = Step {
         id: 1,

@@ -85,6 +85,8 @@ pub(crate) struct Engine {
     /// Drafts that were planned, and that held.
     pub num_drafts: usize,
     pub num_held: usize,
+    /// Of the last step's tokens, and of the drafts that are there for the next.
+    pub checksum: u64,
 }
 
 struct Running {
@@ -101,8 +103,9 @@ impl Engine {
     pub fn new((ready, link): (Ready, ChannelLink)) -> Self {
         let WorkerConfig { max_num_seqs: max_seqs, max_num_batched_tokens, .. } = small();
         let max_tokens = max_num_batched_tokens as usize;
-        let (num_steps, num_drafts, num_held) = (0, 0, 0);
-        Engine { link, ready, max_seqs, max_tokens, next_step: 1, stale: Vec::new(), num_steps, num_drafts, num_held }
+        let (num_steps, num_drafts, num_held, checksum) = (0, 0, 0, 0);
+        let stale = Vec::new();
+        Engine { link, ready, max_seqs, max_tokens, next_step: 1, stale, num_steps, num_drafts, num_held, checksum }
     }
 
     /// Runs all jobs to their ends.
@@ -240,6 +243,7 @@ impl Engine {
         assert_eq!(result.id, step.id);
         self.next_step += 1;
         self.num_steps += 1;
+        self.checksum = result.checksum;
         Ok(result.rows)
     }
 }

@@ -27,6 +27,11 @@ pub(crate) fn network() -> Network {
     }
 }
 
+/// By how much what enters a layer is more than the last hidden state, which is below 2^16.
+pub(crate) fn tapped(layer: usize) -> f32 {
+    65_536.0 * layer as f32
+}
+
 /// The hash of a history.
 pub(crate) fn hash(tokens: impl IntoIterator<Item = TokenId>) -> u64 {
     tokens.into_iter().fold(1, |hash, token| mix(hash ^ u64::from(token + 1)))
@@ -92,6 +97,15 @@ impl Model for FakeModel {
                 for part in &mut hidden.as_mut_slice::<f32>()[row * HIDDEN..(row + 1) * HIDDEN] {
                     *part = (hash & 0xffff) as f32;
                     hash >>= 16;
+                }
+            }
+        }
+        for tap in cx.taps.iter_mut() {
+            let width = tap.layers.len() * HIDDEN;
+            let rows = tap.output.as_mut_slice::<f32>().chunks_mut(width);
+            for (row, hidden) in rows.zip(hidden.as_slice::<f32>().chunks(HIDDEN)) {
+                for (columns, &layer) in row.chunks_mut(HIDDEN).zip(tap.layers) {
+                    columns.iter_mut().zip(hidden).for_each(|(column, part)| *column = part + tapped(layer));
                 }
             }
         }

@@ -3,6 +3,7 @@
 mod ahead;
 mod chains;
 mod drafting;
+mod eagle;
 mod engine;
 mod failing;
 mod fake;

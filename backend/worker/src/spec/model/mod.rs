@@ -1,10 +1,10 @@
-//! Drafts by a model of the target's hidden states: an MTP module, several tokens deep by reusing it.
+//! Drafts by a model of the target's hidden states: an MTP module or an EAGLE head, several tokens deep by reusing it.
 //!
 //! The drafter's entry at KV slot p comes from token p and the target's hidden state at p - 1; slot 0 has none. After every step one
 //! ragged pass writes the entries of all tokens that have been verified, whatever was drafted there, from the target's hidden states;
 //! so the first draft comes of it too. Further drafts are made from the drafter's own output, onto slots that the next pass overwrites.
 //! An entry depends on nothing behind its own block, so blocks that are found again hold it, with the hidden state of their last token
-//! for the entry that follows.
+//! for the entry that follows. Of a drafter that reads hidden states of several layers, all of them are meant; its own output is but one.
 //!
 //! On a GPU a draft goes into the next pass without the host having seen it; all of them come back together, while the engine plans the
 //! step that verifies them.
@@ -39,6 +39,8 @@ pub(crate) struct Drafter {
     pub tokens: Option<Vec<u32>>,
     /// Size of the vocabulary it drafts from.
     pub num_tokens: usize,
+    /// Layers of the target whose inputs it reads side by side; none: it reads the target's last hidden state.
+    pub taps: Vec<usize>,
     pub weight_bytes: u64,
 }
 
@@ -207,7 +209,7 @@ impl Proposer for ModelProposer {
         if let Some(alike) = recorded {
             self.hand_over(alike, step);
         }
-        let mut hidden = workspace.take([self.chains.len(), width], dtype)?;
+        let mut hidden = workspace.take([self.chains.len(), self.sizes.hidden], dtype)?;
         if num_tokens > 0 && recorded.is_none() {
             let mut input = workspace.take([num_tokens, width], dtype)?;
             copy_rows_from(step.hidden, &mut input, &self.pass.from_step)?;
@@ -220,7 +222,7 @@ impl Proposer for ModelProposer {
             self.extend(step, &mut hidden)?;
             let num_chains = self.chains.len();
             if num_chains > 0 {
-                let mut input = workspace.take([num_chains, width], dtype)?;
+                let mut input = workspace.take([num_chains, self.sizes.hidden], dtype)?;
                 copy_rows_from(&hidden, &mut input, &(0..num_chains as u32).map(|row| (row, row)).collect::<Vec<_>>())?;
                 self.run(step, &input, &mut hidden)?;
             }

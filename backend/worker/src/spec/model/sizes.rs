@@ -21,7 +21,10 @@ pub(crate) struct DraftSizes {
     /// Rows whose logits are held at once.
     pub chunk_rows: usize,
     pub max_kv_len: usize,
+    /// Width of its own hidden states, and of the target's.
     pub hidden: usize,
+    /// Width of what it reads of the target.
+    pub features: usize,
     pub dtype: DType,
 }
 
@@ -38,13 +41,14 @@ impl DraftSizes {
 
     /// Most bytes of workspace that proposing takes, the target's hidden states included.
     pub fn workspace_bytes(&self, device: &Device, drafter: &Drafter) -> usize {
-        let rows = |rows: usize| (rows * self.hidden * self.dtype.bytes()).next_multiple_of(64);
+        let rows_of = |width: usize, rows: usize| (rows * width * self.dtype.bytes()).next_multiple_of(64);
+        let rows = |rows| rows_of(self.hidden, rows);
         let step = self.step();
         let pick = match device {
             Device::Cpu => sample::workspace_bytes(drafter.num_tokens),
             Device::Cuda(_) => sample::gpu_workspace_bytes(step.logit_rows),
         };
         let run = drafter.model.workspace_bytes(step);
-        rows(self.max_tokens) + rows(self.max_seqs) + rows(self.max_pass_tokens()) + run + pick
+        rows(self.max_tokens) + rows(self.max_seqs) + rows_of(self.features, self.max_pass_tokens()) + run + pick
     }
 }
