@@ -234,7 +234,7 @@ __device__ __forceinline__ void pick(const Row& row, uint32_t least, uint64_t bi
 }
 
 extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
-sample_cluster(const float* __restrict__ logits, const float* __restrict__ temperature, const int* __restrict__ top_k,
+sample_cluster(const float* __restrict__ logits, const float* temperature, const int* __restrict__ top_k,
                const float* __restrict__ top_p, const float* __restrict__ min_p, const uint32_t* __restrict__ seed,
                const int* __restrict__ position, int* __restrict__ ids, uint32_t vocab, uint32_t keeps_logits) {
     extern __shared__ float4 run[];  // the run's weights, and its logits if they are to be kept
@@ -249,6 +249,7 @@ sample_cluster(const float* __restrict__ logits, const float* __restrict__ tempe
     row.logits = logits + size_t(r) * vocab;
     row.begin = min(blockIdx.x * each, vocab), row.end = min(row.begin + each, vocab);
     row.aligned = vocab % 4 == 0;
+    // Not __restrict__: then it would be read ahead of the wait, before it is there, and a row's blocks might not agree.
     const bool greedy = temperature[r] == 0.0f;
     float* weights = reinterpret_cast<float*>(run);
     float* kept = keeps_logits && !greedy ? weights + each : nullptr;
