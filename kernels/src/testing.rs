@@ -16,6 +16,11 @@ pub(crate) fn gpu() -> Device {
     Device::cuda(0).expect("this test needs a GPU")
 }
 
+/// The first GPU, with results that no other row changes.
+pub(crate) fn deterministic_gpu() -> Device {
+    Device::cuda_deterministic(0).expect("this test needs a GPU")
+}
+
 pub(crate) fn rng(seed: u64) -> StdRng {
     StdRng::seed_from_u64(seed)
 }

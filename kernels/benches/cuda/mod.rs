@@ -18,7 +18,8 @@ pub const READ: f64 = 4.39e12;
 const ROTATE_BYTES: usize = 400 << 20;
 
 pub fn run() -> Result<()> {
-    let device = Device::cuda(0)?;
+    let is_deterministic = std::env::args().any(|arg| arg == "--deterministic");
+    let device = if is_deterministic { Device::cuda_deterministic(0)? } else { Device::cuda(0)? };
     let Device::Cuda(gpu) = &device else { unreachable!("Device::cuda makes one") };
     println!("# {}, {} multiprocessors", gpu.name(), gpu.num_multiprocessors());
     println!("{:<18} {:<28} {:>9} {:>8} {:>7}  baseline", "op", "shape", "us", "GB/s", "floor");
@@ -64,12 +65,17 @@ fn matmuls(device: &Device, random: &mut Random) -> Result<()> {
     for (name, out, inner) in shapes {
         let copies = (ROTATE_BYTES / (out * inner * 2)).clamp(2, 16);
         let weights: Vec<Tensor> = (0..copies).map(|_| random.tensor([out, inner])).collect::<Result<_>>()?;
-        for rows in [1, 8, 16, 32, 64, 128] {
+        let many = if gpu.is_deterministic() { &[256, 512, 4096][..] } else { &[] };
+        for &rows in [1, 8, 16, 32, 64, 128].iter().chain(many) {
             let x = random.tensor([rows, inner])?;
             let mut y = Tensor::zeros(device, "y", [rows, out], DType::BF16)?;
             let mut by = |by| timer.each(copies, |i| matmul_by(by, gpu, &x, &weights[i], &mut y));
             let library = by(By::Library)?;
-            let us = if rows <= 8 { by(By::FewRows)? } else { library };
+            let us = match gpu.is_deterministic() {
+                true => by(By::Fixed)?,
+                false if rows <= 8 => by(By::FewRows)?,
+                false => library,
+            };
             let bytes = 2.0 * (out * inner + rows * (inner + out)) as f64;
             let shape = format!("{name} m={rows} n={out} k={inner}");
             line("matmul", &shape, us, bytes, &format!("{library:.1} us cublaslt"));
@@ -81,7 +87,7 @@ fn matmuls(device: &Device, random: &mut Random) -> Result<()> {
 fn attentions(device: &Device, random: &mut Random) -> Result<()> {
     let Device::Cuda(gpu) = device else { unreachable!("the bench runs on a GPU") };
     let timer = Timer::new(gpu)?;
-    let workspace = Workspace::new(device, 64 << 20)?;
+    let workspace = Workspace::new(device, 96 << 20)?;
     let heads = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
     let block_size = 64;
     // us of FA3 at 1, 2 and 4 query tokens; not measured at short contexts, which is where answers begin.
@@ -142,7 +148,7 @@ fn attentions(device: &Device, random: &mut Random) -> Result<()> {
 fn prefills(device: &Device, random: &mut Random) -> Result<()> {
     let Device::Cuda(gpu) = device else { unreachable!("the bench runs on a GPU") };
     let timer = Timer::new(gpu)?;
-    let workspace = Workspace::new(device, 64 << 20)?;
+    let workspace = Workspace::new(device, 96 << 20)?;
     let heads = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
     // TFLOP/s of FA3.
     for (tokens, fa3) in [(1024, 252.0), (4096, 567.0), (16_384, 709.0)] {

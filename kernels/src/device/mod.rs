@@ -52,9 +52,18 @@ impl Device {
     /// # Errors
     /// `NoFatbin`, `NoDriver`, `NoDevice` or `Driver`, each saying what to do.
     pub fn cuda(ordinal: usize) -> Result<Self> {
-        let gpu = Arc::new(CudaDevice::new(ordinal)?);
+        let gpu = Arc::new(CudaDevice::new(ordinal, false)?);
         gpu.load_blas_soon();
         Ok(Device::Cuda(gpu))
+    }
+
+    /// GPU number `ordinal`, whose ops keep the CPU's promise: what comes of a row never depends on how many rows there are, on how a prompt is
+    /// cut, or on what else is in a batch. Products and attention then have kernels of their own, which add in one order and are slower.
+    ///
+    /// # Errors
+    /// As [`cuda`](Self::cuda).
+    pub fn cuda_deterministic(ordinal: usize) -> Result<Self> {
+        Ok(Device::Cuda(Arc::new(CudaDevice::new(ordinal, true)?)))
     }
 
     /// Zeroed memory, owned by what is returned.

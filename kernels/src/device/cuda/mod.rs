@@ -35,6 +35,9 @@ const OLDEST_DRIVER: i32 = 13_000;
 /// How many blocks of a launch may be counted apart: pairs of a sequence and a KV head.
 pub(crate) const COUNTERS: usize = 1 << 18;
 
+/// What each multiprocessor may leave of a product whose parts are added later: four parts of 128 rows of 128 outputs, f32.
+const PARTS_BYTES: usize = 4 * 128 * 128 * 4;
+
 /// A GPU, opened.
 pub struct CudaDevice {
     ordinal: usize,
@@ -50,6 +53,8 @@ pub struct CudaDevice {
     loading_blas: Mutex<()>,
     /// Zero between kernels: blocks of one launch count each other here.
     counters: sys::CUdeviceptr,
+    /// Where blocks of one launch leave parts of a product for each other; none unless sums have a fixed order.
+    parts: Option<sys::CUdeviceptr>,
 }
 
 /// Loaded modules by source, and their functions by source and name.
@@ -71,7 +76,7 @@ unsafe impl Sync for CudaDevice {}
 unsafe impl Send for Function {}
 
 impl CudaDevice {
-    pub(super) fn new(ordinal: usize) -> Result<Self> {
+    pub(super) fn new(ordinal: usize, is_deterministic: bool) -> Result<Self> {
         if FATBINS.is_empty() {
             return Err(KernelError::NoFatbin);
         }
@@ -115,6 +120,13 @@ impl CudaDevice {
                 result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
             let counters = result::malloc_sync(COUNTERS * 4).map_err(failed("cuMemAlloc"))?;
             result::memset_d8_sync(counters, 0, COUNTERS * 4).map_err(failed("cuMemsetD8"))?;
+            let parts = match is_deterministic {
+                true => {
+                    let bytes = num_multiprocessors as usize * PARTS_BYTES;
+                    Some(result::malloc_sync(bytes).map_err(failed("cuMemAlloc"))?)
+                }
+                false => None,
+            };
             let (kernels, blas, loading_blas) = (Mutex::default(), OnceLock::new(), Mutex::default());
             let gpu = CudaDevice {
                 ordinal,
@@ -128,6 +140,7 @@ impl CudaDevice {
                 blas,
                 loading_blas,
                 counters,
+                parts,
             };
             Ok(gpu)
         }
@@ -149,6 +162,17 @@ impl CudaDevice {
     /// Whether it has Hopper's own instructions: products by four warps, copies of tiles.
     pub(crate) fn is_hopper(&self) -> bool {
         self.is_hopper
+    }
+
+    /// Whether a row's results are the same bits whatever other rows there are; see [`Device::cuda_deterministic`](super::Device::cuda_deterministic).
+    pub fn is_deterministic(&self) -> bool {
+        self.parts.is_some()
+    }
+
+    /// Where blocks of one launch leave parts of a product for each other, room for a tile of 128 x 128 in four parts a multiprocessor. Only
+    /// of a deterministic device.
+    pub(crate) fn parts(&self) -> Option<u64> {
+        self.parts
     }
 
     /// Bytes of device memory: free now, and in all.
@@ -302,6 +326,9 @@ impl Drop for CudaDevice {
         let _ = self.synchronize();
         // SAFETY: nothing of this device is in use: tensors hold the device, and the stream is idle. Errors have no one to go to.
         unsafe {
+            for scratch in self.parts.into_iter().chain([self.counters]) {
+                let _ = result::free_sync(scratch);
+            }
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);
         }

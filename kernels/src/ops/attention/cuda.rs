@@ -1,5 +1,7 @@
 //! Launches `decode.cu` for sequences of few query tokens in the step; for the others `prefill_wgmma.cu` on Hopper, else `prefill.cu`.
+//! On a deterministic device neither: see `fixed.rs`.
 
+use super::fixed;
 use super::{FirstKey, Heads, OP, Ragged};
 use crate::device::cuda::{Arg, COUNTERS, CudaDevice, Launch, TensorMap};
 use crate::dtype::DType;
@@ -9,7 +11,7 @@ use crate::tensor::Tensor;
 use crate::workspace::Workspace;
 
 /// Query rows (tokens times heads of a KV head) of the two decode kernels.
-const ROWS: [usize; 2] = [16, 32];
+pub(super) const ROWS: [usize; 2] = [16, 32];
 const WARPS: usize = 4;
 const KEYS: usize = 16;
 /// Stages with one and with two blocks a multiprocessor.
@@ -26,12 +28,15 @@ const WGMMA_THREADS: u32 = 3 * 128;
 
 /// What a launch takes from the workspace: two parts a block, of outputs, maxima and sums in f32.
 pub(super) fn workspace_bytes(device: &CudaDevice, heads: Heads) -> usize {
+    if device.is_deterministic() {
+        return fixed::workspace_bytes(device, heads);
+    }
     2 * STAGES.len() * device.num_multiprocessors() as usize * ROWS[1] * (heads.head_dim + 2) * 4 + 128
 }
 
-/// Whether one launch takes a step of so many query tokens a sequence.
-pub(super) fn is_decode(max_tokens_per_seq: usize, heads: Heads) -> bool {
-    max_tokens_per_seq * heads.group() <= ROWS[1]
+/// Whether one launch takes a step of so many query tokens a sequence, and writes the cache on the way.
+pub(super) fn is_decode(device: &CudaDevice, max_tokens_per_seq: usize, heads: Heads) -> bool {
+    !device.is_deterministic() && max_tokens_per_seq * heads.group() <= ROWS[1]
 }
 
 /// The step's keys and values are in the cache.
@@ -47,7 +52,10 @@ pub(super) fn attention(
     y: &mut Tensor,
     workspace: &Workspace,
 ) -> Result<()> {
-    if is_decode(ragged.max_tokens_per_seq, heads) {
+    if device.is_deterministic() {
+        return fixed::attention(device, first, qkv, k, v, ragged, heads, scale, y, workspace);
+    }
+    if is_decode(device, ragged.max_tokens_per_seq, heads) {
         return decode(device, first, qkv, k, v, None, ragged, heads, scale, y, workspace);
     }
     prefill(device, first, qkv, k, v, ragged, heads, scale, y)?;
@@ -59,7 +67,7 @@ pub(super) fn attention(
 }
 
 /// The first position whose key is seen.
-fn position(first: FirstKey) -> Arg<'static> {
+pub(super) fn position(first: FirstKey) -> Arg<'static> {
     u32::from(first == FirstKey::LeftOut).into()
 }
 
@@ -126,11 +134,11 @@ fn prefill(
 }
 
 /// Bytes of a row of queries, keys or values in shared memory.
-fn row_bytes(heads: Heads) -> usize {
+pub(super) fn row_bytes(heads: Heads) -> usize {
     if heads.head_dim <= 64 { 128 } else { 256 }
 }
 
-fn head_dim(got: usize) -> KernelError {
+pub(super) fn head_dim(got: usize) -> KernelError {
     KernelError::Value { op: OP, arg: "head_dim", got: got as i64, want: "64, 96 or 128 on a GPU" }
 }
 
@@ -208,7 +216,7 @@ pub(super) fn decode(
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::{FirstKey, Heads, Ragged, attention_from, rope_attention_from};
     use crate::device::Device;
     use crate::dtype::DType;
@@ -231,7 +239,12 @@ mod tests {
 
     /// [`check`], with or without the key at position 0.
     fn check_from(first: FirstKey, heads: Heads, block_size: usize, lens: &[(usize, usize)]) {
-        let (gpu, mut rng) = (gpu(), rng(5));
+        check_on(&gpu(), first, heads, block_size, lens);
+    }
+
+    /// [`check_from`] on this GPU.
+    pub fn check_on(gpu: &Device, first: FirstKey, heads: Heads, block_size: usize, lens: &[(usize, usize)]) {
+        let mut rng = rng(5);
         let seqs = lens.len();
         let longest = lens.iter().map(|(past, new)| past + new).max().unwrap();
         let max_blocks = longest.div_ceil(block_size) + 1;
@@ -245,7 +258,7 @@ mod tests {
             .collect();
         let seed: u64 = rng.random();
         let run = |device: &Device| -> (Vec<bf16>, Vec<bf16>) {
-            let workspace = Workspace::new(device, 64 << 20).unwrap();
+            let workspace = Workspace::new(device, 72 << 20).unwrap();
             let params = RopeParams {
                 head_dim: heads.head_dim,
                 rotary_dim: heads.head_dim,
@@ -303,7 +316,7 @@ mod tests {
             }
             out
         };
-        let (once, again) = run(&gpu);
+        let (once, again) = run(gpu);
         assert!(once == again, "{heads:?} {lens:?}: two runs differ (seed {seed})");
         let (want, _) = run(&Device::Cpu);
         assert_close(&format!("{heads:?} block {block_size} {lens:?}"), &once, &want, BOUND);

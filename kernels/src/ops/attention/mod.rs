@@ -8,6 +8,7 @@
 #[cfg(test)]
 mod cpu;
 mod cuda;
+mod fixed;
 mod products;
 mod ragged;
 #[cfg(test)]
@@ -169,7 +170,7 @@ pub(crate) fn rope_attention_from(
     workspace: &Workspace,
 ) -> Result<()> {
     if let Device::Cuda(device) = qkv.device().clone()
-        && cuda::is_decode(ragged.max_tokens_per_seq, heads)
+        && cuda::is_decode(&device, ragged.max_tokens_per_seq, heads)
     {
         heads.check(OP)?;
         let (num_tokens, _) = qkv.rows_cols();

@@ -1,11 +1,11 @@
-//! Few rows by `few_rows.cu`, many by cuBLASLt.
+//! Few rows by `few_rows.cu`, many by cuBLASLt; on a deterministic device all by `fixed_product.cu`.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
 
-use super::Squares;
+use super::{Squares, fixed};
 use crate::device::Device;
 use crate::device::cuda::{CudaDevice, Launch, Product};
 use crate::dtype::DType;
@@ -29,12 +29,18 @@ const SQUARES: usize = 16;
 pub enum By {
     FewRows,
     Library,
+    /// In one order for any number of rows; of a deterministic device.
+    Fixed,
 }
 
 impl By {
     /// The fastest for so many rows, as measured: `benches/RESULTS.md`.
-    pub fn rows(rows: usize, inner: usize) -> Self {
-        if rows <= MOST_ROWS && inner.is_multiple_of(STEP) { By::FewRows } else { By::Library }
+    pub fn rows(device: &CudaDevice, rows: usize, inner: usize) -> Self {
+        match device.is_deterministic() {
+            true => By::Fixed,
+            false if rows <= MOST_ROWS && inner.is_multiple_of(STEP) => By::FewRows,
+            false => By::Library,
+        }
     }
 }
 
@@ -112,13 +118,13 @@ impl Rows {
 /// `Shape` or `DType` if the arguments do not agree, `Launch`, `Blas`.
 pub fn matmul(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<()> {
     let (rows, inner) = x.rows_cols();
-    matmul_by(By::rows(rows, inner), device, x, weight, y)
+    matmul_by(By::rows(device, rows, inner), device, x, weight, y)
 }
 
 /// [`matmul`] by whom the caller chooses.
 ///
 /// # Errors
-/// As [`matmul`]; `Value` if there are more rows than who was chosen takes.
+/// As [`matmul`]; `Value` if there are more rows than who was chosen takes, or the device is not deterministic.
 pub fn matmul_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<()> {
     x.expect_dtype(OP, "x", DType::BF16)?;
     weight.expect_dtype(OP, "weight", DType::BF16)?;
@@ -130,6 +136,11 @@ pub fn matmul_by(by: By, device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &m
         DType::F32 => Store::F32,
         dtype => return Err(KernelError::DType { op: OP, arg: "y", dtype }),
     };
+    if by == By::Fixed {
+        let want = "on a deterministic device";
+        let parts = device.parts().ok_or(KernelError::Value { op: OP, arg: "order", got: 0, want })?;
+        return fixed::matmul(device, parts, x, weight, y);
+    }
     if by == By::Library && rows > 0 {
         let product = Product { rows, out, inner, y: y.dtype() };
         // SAFETY: the shapes were checked.
@@ -228,8 +239,8 @@ pub fn add_norm(
 }
 
 /// Whether [`add_norm`], [`matmul_normed`] and [`gated_normed`] all take such a product.
-pub(super) fn spreads_norm(rows: usize, out: usize, inner: usize) -> bool {
-    rows <= MOST_ROWS && out.is_multiple_of(SQUARES) && inner.is_multiple_of(STEP)
+pub(super) fn spreads_norm(device: &CudaDevice, rows: usize, out: usize, inner: usize) -> bool {
+    !device.is_deterministic() && rows <= MOST_ROWS && out.is_multiple_of(SQUARES) && inner.is_multiple_of(STEP)
 }
 
 /// `y = silu(x gateᵀ) * (x upᵀ)`, `weight` being gate and below it up, `[2 * inner, in]`; both products are rounded to bf16 first.
@@ -239,7 +250,7 @@ pub(super) fn spreads_norm(rows: usize, out: usize, inner: usize) -> bool {
 /// As [`matmul`].
 pub fn gated(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<bool> {
     let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
-    if By::rows(rows, inner) == By::Library || !out.is_multiple_of(16) {
+    if By::rows(device, rows, inner) != By::FewRows || !out.is_multiple_of(16) {
         return Ok(false);
     }
     x.expect_dtype(OP, "x", DType::BF16)?;

@@ -1,6 +1,7 @@
 //! Products with bf16 weights.
 
 pub mod cuda;
+mod fixed;
 
 use std::ops::Range;
 
@@ -150,7 +151,7 @@ pub struct Squares<'a> {
 /// Whether [`add_norm`] can put so many rows through this weight, and [`matmul_normed`] and [`gated_normed`] too.
 pub fn spreads_norm(weight: &Bf16Weight, rows: usize) -> bool {
     let [out, inputs] = weight.dims();
-    matches!(weight.form, Form::Rows(_)) && cuda::spreads_norm(rows, out, inputs)
+    matches!(&weight.form, Form::Rows(weight) if cuda::spreads_norm(weight.gpu(), rows, out, inputs))
 }
 
 /// [`matmul`] and the half of [`add_rms_norm`](super::rms_norm::add_rms_norm) that needs no sum over a row, where [`spreads_norm`].
