@@ -74,7 +74,9 @@ fi
 if [ -n "$checkpoint" ]; then
     export DRAFTHORSE_TEST_CHECKPOINT=$checkpoint DRAFTHORSE_TEST_DRAFT=${DRAFT:-$root/model_repository/mtp/1}
     program "worker: text as on the CPU" "$bin/worker" --ignored --nocapture a_checkpoint_goes_on
-    if [ -d "$DRAFTHORSE_TEST_DRAFT" ]; then
+    [ -d "$DRAFTHORSE_TEST_DRAFT" ] || unset DRAFTHORSE_TEST_DRAFT
+    program "worker: deterministic" "$bin/worker" --ignored --nocapture texts_of_a_checkpoint
+    if [ -n "${DRAFTHORSE_TEST_DRAFT:-}" ]; then
         program "worker: drafts" "$bin/worker" --ignored --nocapture a_checkpoint_with_drafts
     else
         note "worker: drafts" "left out: DRAFT names no folder"

@@ -97,6 +97,7 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
         },
         random_weights: is_made_up(settings)?,
         eager: settings.parse_bool("eager")?,
+        deterministic: settings.parse_bool("deterministic")?,
         pipeline_depth: None,
         time_device: settings.parse_bool("time_device")?,
         num_threads,
@@ -210,6 +211,8 @@ fn chain(error: &dyn std::error::Error) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use super::*;
     use crate::settings::SettingFlags;
     use drafthorse_proto::parse_model_config;
@@ -243,6 +246,25 @@ mod tests {
         )
         .unwrap();
         assert_eq!((engine.default_priority, engine.max_waiting, engine.queue_timeout_ms), (2, 7, Some(2)));
+    }
+
+    #[test]
+    fn a_deterministic_worker_is_asked_for_by_flag_or_parameter() {
+        let by_flags = |flags: &[&str]| {
+            let flags = ["--model-repository=m"].iter().chain(flags).copied();
+            let settings = ServerConfig::parse(flags).unwrap().settings;
+            let settings = Settings::resolve(&HashMap::new(), &settings, |_| None).unwrap();
+            Ok::<_, ServerError>(worker_config(&settings, Path::new("m"), None)?.deterministic)
+        };
+        assert!(!by_flags(&[]).unwrap());
+        assert!(by_flags(&["--deterministic"]).unwrap());
+        assert!(by_flags(&["--deterministic", "--eager"]).unwrap());
+        assert!(by_flags(&["--deterministic", "true"]).unwrap());
+        assert!(!by_flags(&["--deterministic=false"]).unwrap());
+        let said = by_flags(&["--deterministic=always"]).unwrap_err().to_string();
+        assert_eq!(said, "setting deterministic is 'always', must be true, false, 1 or 0");
+        let (worker, _) = configs(&parameter("deterministic", "true")).unwrap();
+        assert!(worker.deterministic);
     }
 
     #[test]

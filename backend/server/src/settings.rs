@@ -60,6 +60,11 @@ pub const SETTINGS: &[Setting] = &[
         "share of a GPU's memory that the model may take, the KV cache what is left of it; 0: as kv_cache_bytes says",
     ),
     setting("eager", "false", "run decoding steps on a GPU op by op, not as recorded graphs"),
+    setting(
+        "deterministic",
+        "false",
+        "on a GPU, texts whose bits no other request, cut of a prompt or draft changes, as they always are on a CPU; slower",
+    ),
     setting("time_device", "false", "measure how long a GPU is busy with each step"),
     setting("memory_bytes", "", "bound on weights, workspace and KV cache together; default none"),
     setting("max_step_time_ms", "100", "longest step while a stream is decoding; prompts are cut so that it holds")
@@ -258,13 +263,15 @@ impl clap::Args for SettingFlags {
             let on_gpu = if setting.on_gpu == default { "".into() } else { format!(", on a GPU {}", setting.on_gpu) };
             let help =
                 if default.is_empty() { setting.help.into() } else { format!("{} [{default}{on_gpu}]", setting.help) };
+            let is_bool = matches!(setting.default, "true" | "false");
             let arg = Arg::new(setting.name)
                 .long(setting.name.replace('_', "-"))
                 .value_name("VALUE")
                 .action(ArgAction::Set)
                 .help_heading("Settings of every model")
                 .help(help);
-            command.arg(arg)
+            // A flag alone is true.
+            command.arg(if is_bool { arg.num_args(0..=1).default_missing_value("true") } else { arg })
         })
     }
 

@@ -1,5 +1,5 @@
 //! The bench of a rank alone, for machines where the server's binary is too much to carry:
-//! `bench DIR [cpu|cuda] [random] [eager] [context N] [batches N,N] [prefill N,N]`, JSON on standard output.
+//! `bench DIR [cpu|cuda] [random] [eager] [deterministic] [context N] [batches N,N] [prefill N,N]`, JSON on standard output.
 
 #![expect(clippy::print_stdout, reason = "this is its result")]
 
@@ -26,6 +26,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
             "random" => config.worker.random_weights = true,
             "eager" => config.worker.eager = true,
+            "deterministic" => config.worker.deterministic = true,
             "context" => config.decode_context = numbers()?[0],
             "batches" => config.decode_batches = numbers()?,
             "prefill" => config.prefill_tokens = numbers()?,

@@ -137,7 +137,7 @@ pub fn run(config: &BenchConfig, progress: &(dyn Fn(Progress) + Send)) -> Result
 /// If there is no such GPU, or no room for 2 GiB.
 pub fn bandwidth(device: DeviceKind) -> Result<Option<f64>> {
     const ELEMENTS: usize = 1 << 28;
-    let device = device.open()?;
+    let device = device.open(false)?;
     let Some(stopwatch) = Stopwatch::new(&device)? else { return Ok(None) };
     let from = Tensor::zeros(&device, "copied", [ELEMENTS], DType::I32)?;
     let mut to = Tensor::zeros(&device, "copy", [ELEMENTS], DType::I32)?;

@@ -60,6 +60,8 @@ pub struct WorkerConfig {
     pub random_weights: bool,
     /// Run decoding steps on a GPU op by op, not as recorded graphs.
     pub eager: bool,
+    /// On a GPU, what comes of a sequence is the same bits whatever runs beside it and however its prompt is cut; slower. On a CPU it always is.
+    pub deterministic: bool,
     /// Steps in flight that the engine may have, 1 or 2; `None`: 2 on a GPU, where the next one then begins without the host.
     pub pipeline_depth: Option<u32>,
     /// Measure how long a GPU is busy with each step.
@@ -90,6 +92,7 @@ impl Default for WorkerConfig {
             memory_fraction: 0.0,
             random_weights: false,
             eager: false,
+            deterministic: false,
             pipeline_depth: None,
             time_device: false,
             memory_bytes: None,
@@ -144,9 +147,11 @@ impl WorkerConfig {
 }
 
 impl DeviceKind {
-    pub(crate) fn open(self) -> Result<Device> {
+    /// With `deterministic` one whose results do not depend on the batch.
+    pub(crate) fn open(self, deterministic: bool) -> Result<Device> {
         match self {
             DeviceKind::Cpu => Ok(Device::Cpu),
+            DeviceKind::Cuda(ordinal) if deterministic => Ok(Device::cuda_deterministic(ordinal)?),
             DeviceKind::Cuda(ordinal) => Ok(Device::cuda(ordinal)?),
         }
     }

@@ -15,10 +15,10 @@ use crate::rank::spawn;
 use crate::spec::SpeculateConfig;
 
 /// The folder of a checkpoint, for the tests that want a real one, and that of an MTP module for it.
-const CHECKPOINT: &str = "DRAFTHORSE_TEST_CHECKPOINT";
-const DRAFT: &str = "DRAFTHORSE_TEST_DRAFT";
+pub(super) const CHECKPOINT: &str = "DRAFTHORSE_TEST_CHECKPOINT";
+pub(super) const DRAFT: &str = "DRAFTHORSE_TEST_DRAFT";
 
-fn on_gpu(dir: &Path) -> WorkerConfig {
+pub(super) fn on_gpu(dir: &Path) -> WorkerConfig {
     WorkerConfig {
         model_dir: dir.into(),
         device: DeviceKind::Cuda(0),
@@ -52,13 +52,13 @@ fn jobs(vocab: TokenId, max_tokens: u32) -> Vec<Job> {
         .collect()
 }
 
-/// A folder with the config of a small Llama, whose weights are made up.
-fn made_up() -> TempDir {
+/// A folder with the config of a small Llama for so many positions, whose weights are made up.
+pub(super) fn made_up(positions: u32) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 1000,
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
     });
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
@@ -68,7 +68,7 @@ fn made_up() -> TempDir {
 #[test]
 #[ignore = "needs a GPU"]
 fn recorded_steps_give_the_bits_of_steps_op_by_op() {
-    let dir = made_up();
+    let dir = made_up(512);
     let random = |eager| engine(dir.path(), |config| (config.random_weights, config.eager) = (true, eager));
     let jobs = jobs(1000, 20);
     let op_by_op = random(true).serve(&jobs, Schedule::together());
@@ -84,7 +84,7 @@ fn recorded_steps_give_the_bits_of_steps_op_by_op() {
 #[test]
 #[ignore = "needs a GPU"]
 fn every_size_gives_the_same_bits_recorded_op_by_op_and_again() {
-    let dir = made_up();
+    let dir = made_up(512);
     let random = |eager| {
         let change = |config: &mut WorkerConfig| {
             (config.random_weights, config.eager) = (true, eager);
@@ -120,7 +120,7 @@ fn every_size_gives_the_same_bits_recorded_op_by_op_and_again() {
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_with_masks_are_recorded_too_and_run_ahead() {
-    let dir = made_up();
+    let dir = made_up(512);
     // All but those that want penalties or log-probabilities.
     let jobs: Vec<Job> = super::ahead::jobs(1000)
         .into_iter()
@@ -162,7 +162,7 @@ fn steps_with_masks_are_recorded_too_and_run_ahead() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_step_behind_another_takes_its_tokens_from_the_device() {
-    let dir = made_up();
+    let dir = made_up(512);
     let jobs = super::ahead::jobs(1000);
     let config = WorkerConfig { random_weights: true, ..on_gpu(dir.path()) };
     let ahead = |seed| serve_ahead(spawn(config.clone(), Box::new(|_| {})).unwrap(), &jobs, seed);

@@ -2,6 +2,7 @@
 
 mod ahead;
 mod chains;
+mod deterministic;
 mod drafting;
 mod eagle;
 mod engine;
