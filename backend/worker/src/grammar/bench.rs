@@ -18,7 +18,7 @@ const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../model_reposi
 const PEOPLE: &str = r#"{"type": "array", "items": {"type": "object", "required": ["name", "age", "role"], "additionalProperties": false,
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "role": {"enum": ["user", "admin"]}}}}"#;
 const TEXT: &str = r#"[{"name": "Ada Lovelace", "age": 36, "role": "admin"}, {"name": "Jean-Luc \"Le Grand\" O'Neill", "age": 104,
-  "role": "user"}, {"name": "Zo\u00eb Washington-Smith the younger, of London", "age": 7, "role": "user"}]"#;
+  "role": "user"}, {"name": "Zoë Washington-Smith the younger, of London", "age": 7, "role": "user"}]"#;
 
 /// The bytes of each token of a byte-level BPE vocabulary; the end of a text is token 0.
 fn vocabulary(tokenizer: &Value) -> TokenBytes {
