@@ -50,17 +50,6 @@ class Http(unittest.TestCase):
         self.assertNotIn("Paris", text)
         self.assertIn("capital", text)
 
-    def test_grammars_come_in_gbnf_and_as_structural_tags(self):
-        options = dict(model="llm", messages=QUESTION, temperature=0, max_tokens=40)
-        ask = lambda **more: self.openai.chat.completions.create(**options, **more).choices[0].message.content
-        gbnf = 'root ::= list\nlist ::= "(" (word | list) ")"\nword ::= [A-Z] [a-z]{2,8}'
-        self.assertRegex(ask(extra_body={"guided_grammar": gbnf}), r"^\(+[A-Z][a-z]{2,8}\)+$")
-        with self.assertRaisesRegex(openai.BadRequestError, "guided_grammar: line 1 column 10: there is no rule list"):
-            ask(extra_body={"guided_grammar": "root ::= list"})
-        city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], "additionalProperties": False}
-        tag = {"type": "structural_tag", "triggers": ["The capital"], "structures": [{"begin": "The capital: ", "schema": city, "end": "!"}]}
-        self.assertRegex(ask(response_format=tag), r'^The capital: \{\s*"city"\s*:\s*"(Rome|Oslo)"\s*\}!')
-
     def test_bad_requests_are_named(self):
         with self.assertRaises(openai.BadRequestError) as caught:
             self.openai.chat.completions.create(model="llm", messages=QUESTION, temperature=-1)
