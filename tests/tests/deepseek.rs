@@ -88,14 +88,17 @@ async fn serve() -> Fixture {
     Fixture { server, client: GrpcInferenceServiceClient::new(channel), _repository: repository }
 }
 
-fn request(model: &str, i: usize, temperature: f32) -> ModelInferRequest {
-    let text = |name: &str, value: String| InferInputTensor {
+fn text(name: &str, value: String) -> InferInputTensor {
+    InferInputTensor {
         name: name.into(),
         datatype: "BYTES".into(),
         shape: vec![1],
         contents: Some(InferTensorContents { bytes_contents: vec![value.into()], ..Default::default() }),
         ..Default::default()
-    };
+    }
+}
+
+fn request(model: &str, i: usize, temperature: f32) -> ModelInferRequest {
     let prompt: String = (0..1 + 5 * i).map(|j| char::from(b'!' + (7 * i + 11 * j) as u8 % 90)).collect();
     let parameters =
         format!(r#"{{"temperature": {temperature}, "seed": {i}, "max_tokens": {}, "ignore_eos": true}}"#, 12 + i);
@@ -142,6 +145,43 @@ impl Fixture {
         }
         answers
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_may_have_fewer_drafts_or_none_and_the_same_text() {
+    let fixture = serve().await;
+    let answer = async |more: &str| {
+        let mut asked = request("drafting", 3, 0.0);
+        asked.inputs[1] =
+            text("sampling_parameters", format!(r#"{{"temperature": 0, "max_tokens": 30, "ignore_eos": true{more}}}"#));
+        asked.inputs.push(InferInputTensor {
+            name: "return_acceptance".into(),
+            datatype: "BOOL".into(),
+            shape: vec![1],
+            contents: Some(InferTensorContents { bool_contents: vec![true], ..Default::default() }),
+            ..Default::default()
+        });
+        let response = fixture.client.clone().model_infer(asked).await?.into_inner();
+        let contents = |name: &str| {
+            let output = response.outputs.iter().find(|output| output.name == name).unwrap();
+            output.contents.clone().unwrap()
+        };
+        Ok::<_, tonic::Status>((
+            contents("text_output").bytes_contents[0].clone(),
+            contents("total_draft_tokens").uint_contents[0],
+        ))
+    };
+    let (said, drafts) = answer("").await.unwrap();
+    let (said_with_one, fewer) = answer(r#", "speculate_max_draft_token_num": 1"#).await.unwrap();
+    assert!(0 < fewer && fewer < 30 && 30 < drafts, "{fewer} and {drafts} drafts");
+    assert_eq!(said_with_one, said);
+    for none in [r#", "speculate_max_draft_token_num": 0"#, r#", "speculate_method": "none""#] {
+        assert_eq!(answer(none).await.unwrap(), (said.clone(), 0), "{none}");
+    }
+    let refused = answer(r#", "speculate_max_draft_token_num": 4"#).await.unwrap_err();
+    assert_eq!(refused.message(), "speculate_max_draft_token_num: must be at most 3, the model's own number, is 4");
+    assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+    assert!(fixture.server.shutdown().await);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -37,6 +37,8 @@ pub struct SamplingParams {
     pub min_tokens: u32,
     /// Tokens that end the sequence with [`FinishReason::Stop`], the model's own end tokens among them unless ignored.
     pub stop_tokens: Vec<TokenId>,
+    /// Most drafts in a step, if the rank makes more; 0 makes none. They change no token, only how many come at once.
+    pub max_drafts: Option<u32>,
 }
 
 impl Default for SamplingParams {
@@ -58,6 +60,7 @@ impl Default for SamplingParams {
             max_tokens: 16,
             min_tokens: 0,
             stop_tokens: Vec::new(),
+            max_drafts: None,
         }
     }
 }

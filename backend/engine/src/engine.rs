@@ -34,6 +34,8 @@ pub struct Limits {
     /// Tokens that the KV cache holds.
     pub max_kv_tokens: usize,
     pub vocab_size: u32,
+    /// Most drafts of a sequence in one step; 0 if none are made.
+    pub max_drafts: u32,
     pub max_num_seqs: usize,
     pub max_waiting: usize,
 }
@@ -56,6 +58,7 @@ impl Engine {
             max_model_len: ready.max_model_len as usize,
             max_kv_tokens: ready.num_blocks as usize * ready.block_size as usize,
             vocab_size: ready.vocab_size,
+            max_drafts: ready.max_drafts,
             max_num_seqs: config.max_num_seqs as usize,
             max_waiting: config.max_waiting as usize,
         };

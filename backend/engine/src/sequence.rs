@@ -80,6 +80,7 @@ impl Sequence {
     /// The most drafts its next row may verify, if that is a decode row: `None` for a prompt that is unfinished and for a
     /// sequence that the rows in flight will end.
     pub(crate) fn max_drafts(&self, max_drafts: u32) -> Option<usize> {
+        let max_drafts = self.rules.sampling.max_drafts.unwrap_or(max_drafts).min(max_drafts);
         let min_len = self.tokens.len() + self.min_new;
         if self.is_prefilling() || min_len >= self.max_len {
             return None;
@@ -88,7 +89,7 @@ impl Sequence {
         let held = if self.rows_in_flight == 0 { self.held_drafts } else { max_drafts };
         // A draft is of use only if another token may follow it.
         let room = (self.max_len - 1).saturating_sub(self.tokens.len() + self.max_new);
-        Some(room.min(held as usize))
+        Some(room.min(held.min(max_drafts) as usize))
     }
 
     /// The most tokens whose KV its next decode row may write or read, without drafts. A sequence that has reached its

@@ -142,6 +142,11 @@ impl SlotState {
         self.tokens.len() - self.num_prompt
     }
 
+    /// Most drafts that its request wants in a step.
+    pub fn max_drafts(&self) -> usize {
+        self.sampling.max_drafts.map_or(usize::MAX, |most| most as usize)
+    }
+
     /// Output tokens that may still come before `max_tokens` or `max_model_len` ends the sequence.
     pub fn room(&self, max_model_len: usize) -> usize {
         let by_tokens = (self.sampling.max_tokens as usize).saturating_sub(self.num_output());

@@ -129,7 +129,7 @@ impl Runner {
                 num_held: result.accepted.len().saturating_sub(1).min(row.num_drafts),
                 ended: state.ended,
                 // The last token that may come is always sampled, not drafted.
-                room: state.room(self.max_model_len).saturating_sub(1),
+                room: state.room(self.max_model_len).saturating_sub(1).min(state.max_drafts()),
             });
         }
         let is_decode = self.inputs.rows.iter().all(|row| row.is_inert() || (row.wants_token && row.num_known() == 1));

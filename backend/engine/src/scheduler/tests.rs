@@ -35,6 +35,15 @@ fn drafts_take_what_the_budget_leaves_after_everyone_has_a_token() {
 }
 
 #[test]
+fn a_request_gets_no_more_drafts_than_it_wants() {
+    let steps = "\
+1  a:2  b:2  c:2
+2  a:1+1  b:1  c:1+3
+";
+    assert_eq!(play("drafts=3", "add a 2+9 drafts=1; add b 2+9 drafts=0; add c 2+9 drafts=7; step 2"), steps);
+}
+
+#[test]
 fn no_draft_is_verified_past_the_last_token() {
     assert_eq!(
         play("drafts=4", "add a 2+3; step 3"),

@@ -10,7 +10,7 @@ use super::defaults::GenerationDefaults;
 use super::model::ServedModel;
 use super::request::{Dialect, GenerateRequest, Prompt};
 use crate::error::{Result, ServerError};
-use crate::params::{BadWord, GenerateParams, Truncate};
+use crate::params::{BadWord, GenerateParams, MAX_DRAFTS, Truncate};
 
 /// Temperatures below are 0: dividing by them would leave nothing but infinities.
 const MIN_TEMPERATURE: f32 = 1e-5;
@@ -160,7 +160,21 @@ impl ServedModel {
             max_tokens,
             min_tokens: params.min_tokens.min(max_tokens),
             stop_tokens,
+            max_drafts: self.max_drafts(params)?,
         })
+    }
+
+    /// A request may lower the number of drafts, or make none.
+    fn max_drafts(&self, params: &GenerateParams) -> Result<Option<u32>> {
+        let most = self.engine().limits().max_drafts;
+        match params.max_drafts {
+            Some(drafts) if drafts > most => {
+                let of_model = if most == 0 { "the model makes none" } else { "the model's own number" };
+                Err(ServerError::bad_input(MAX_DRAFTS, format!("must be at most {most}, {of_model}, is {drafts}")))
+            }
+            _ if params.no_drafts => Ok(Some(0)),
+            drafts => Ok(drafts),
+        }
     }
 
     /// Bad words as tokens. A text counts as it is, and with a space before it if that, too, is a word of as many tokens.

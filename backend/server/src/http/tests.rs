@@ -28,9 +28,14 @@ struct Reply {
 impl Door {
     /// A server whose one model, `llm`, answers with `text`.
     fn to(text: &str) -> Self {
+        Door::at_once(text, 1)
+    }
+
+    /// As [`to`](Self::to), so many tokens a step, all but one of them drafts.
+    fn at_once(text: &str, tokens_per_step: usize) -> Self {
         let flags = ["--model-repository=none", "--http-max-input-size=100000"];
         let config = Arc::new(ServerConfig::parse(flags).unwrap());
-        let repository = Repository::serving_only(config.clone(), scripted::model(text, 1));
+        let repository = Repository::serving_only(config.clone(), scripted::model(text, tokens_per_step));
         Door { app: Arc::new(App::new(config, repository)) }
     }
 
@@ -166,6 +171,37 @@ async fn generate_answers_flat_json() {
         door.post("/v2/models/llm/generate", json!({"text_input": "a", "return_acceptance": true})).await.json();
     assert_eq!((&drafts["acceptance_rate"], &drafts["total_draft_tokens"]), (&json!(0.0), &json!(0)), "none were made");
     assert_eq!((&drafts["total_accepted_draft_tokens"], &all["acceptance_rate"]), (&json!(0), &json!(null)));
+}
+
+#[tokio::test]
+async fn a_request_may_have_fewer_drafts_or_none() {
+    let door = Door::at_once("abcdefgh", 4);
+    let generate = async |more: Value| {
+        let mut body = json!({"text_input": "x", "return_acceptance": true});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let answer = door.post(GENERATE, body).await.json();
+        (answer["text_output"].clone(), answer["total_draft_tokens"].as_u64())
+    };
+    // Nine tokens with the end: one, and then as many at once as drafts are wanted, and one.
+    assert_eq!(generate(json!({})).await, (json!("xabcdefgh"), Some(6)));
+    assert_eq!(generate(json!({"speculate_max_draft_token_num": 1})).await, (json!("xabcdefgh"), Some(4)));
+    for none in [json!({"speculate_max_draft_token_num": 0}), json!({"speculate_method": "none"})] {
+        assert_eq!(generate(none).await, (json!("xabcdefgh"), Some(0)));
+    }
+    assert_eq!(
+        door.refused(GENERATE, json!({"text_input": "x", "speculate_max_draft_token_num": 4})).await,
+        "400 speculate_max_draft_token_num: must be at most 3, the model's own number, is 4"
+    );
+
+    let chat = async |more: Value| {
+        let mut body = json!({"model": "llm", "messages": [{"role": "user", "content": "x"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let answer = door.post(CHAT, body).await.json();
+        (answer["choices"][0]["message"]["content"].clone(), answer["usage"]["completion_tokens_details"].clone())
+    };
+    let (text, details) = chat(json!({})).await;
+    assert_eq!((&text, &details["accepted_prediction_tokens"]), (&json!("abcdefgh"), &json!(6)));
+    assert_eq!(chat(json!({"speculate_method": "none"})).await, (text, Value::Null));
 }
 
 #[tokio::test]

@@ -20,6 +20,9 @@ pub use guided::Guided;
 /// Most choices of a request, those that `best_of` drops among them.
 const MAX_CHOICES: u32 = 128;
 
+/// The parameter that bounds drafts.
+pub(crate) const MAX_DRAFTS: &str = "speculate_max_draft_token_num";
+
 /// What must not come in an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BadWord {
@@ -76,6 +79,10 @@ pub struct GenerateParams {
     pub include_stop_str_in_output: bool,
     /// 1 goes first; 0 is the model's default level.
     pub priority: u32,
+    /// Most drafts in a step, if the model makes more.
+    pub max_drafts: Option<u32>,
+    /// Make no drafts, whatever [`max_drafts`](Self::max_drafts) says.
+    pub no_drafts: bool,
     /// What was not understood and passed over, a sentence each.
     pub warnings: Vec<String>,
 }
@@ -110,13 +117,15 @@ impl Default for GenerateParams {
             keep_special_tokens: false,
             include_stop_str_in_output: false,
             priority: 0,
+            max_drafts: None,
+            no_drafts: false,
             warnings: Vec::new(),
         }
     }
 }
 
 /// What is known, in the order that messages list it.
-const KNOWN: [&str; 38] = [
+const KNOWN: [&str; 40] = [
     "n",
     "best_of",
     "temperature",
@@ -152,6 +161,8 @@ const KNOWN: [&str; 38] = [
     "skip_special_tokens",
     "include_stop_str_in_output",
     "priority",
+    MAX_DRAFTS,
+    "speculate_method",
     "spaces_between_special_tokens",
     "detokenize",
     "guided_decoding_backend",
@@ -259,6 +270,13 @@ impl GenerateParams {
             "skip_special_tokens" => self.keep_special_tokens = !field.boolean()?,
             "include_stop_str_in_output" => self.include_stop_str_in_output = field.boolean()?,
             "priority" => self.priority = field.integer(0, i64::from(u32::MAX))? as u32,
+            MAX_DRAFTS => self.max_drafts = Some(field.integer(0, i64::from(i32::MAX))? as u32),
+            "speculate_method" => match value.as_str() {
+                Some("none") => self.no_drafts = true,
+                _ => {
+                    return Err(field.must("none, which turns drafts off: how they are made is a setting of the model"));
+                }
+            },
             "spaces_between_special_tokens" => {
                 field.boolean()?;
             }

@@ -128,6 +128,27 @@ fn several_choices_have_rules() {
 }
 
 #[test]
+fn drafts_may_be_fewer_or_none() {
+    let drafts = |json: &str| {
+        let params = parse(json).unwrap();
+        (params.max_drafts, params.no_drafts)
+    };
+    assert_eq!(drafts("{}"), (None, false));
+    assert_eq!(drafts(r#"{"speculate_max_draft_token_num": "2"}"#), (Some(2), false));
+    assert_eq!(drafts(r#"{"speculate_method": "none", "speculate_max_draft_token_num": 1}"#), (Some(1), true));
+    assert_eq!(
+        refused(r#"{"speculate_max_draft_token_num": -1}"#),
+        "speculate_max_draft_token_num: must be at least 0, is -1"
+    );
+    assert_eq!(
+        refused(r#"{"speculate_method": "mtp"}"#),
+        "speculate_method: must be none, which turns drafts off: how they are made is a setting of the model, is \"mtp\""
+    );
+    let typo = parse(r#"{"speculate_max_draft_token": 1}"#).unwrap().warnings;
+    assert_eq!(typo, ["speculate_max_draft_token: no such parameter; did you mean speculate_max_draft_token_num?"]);
+}
+
+#[test]
 fn words_and_tokens_may_be_shut_out() {
     let params = parse(r#"{"bad_words": ["no", [1, "2"]], "allowed_token_ids": [7, 3, 7], "typical_p": 0.5}"#).unwrap();
     assert_eq!(params.bad_words, [BadWord::Text("no".into()), BadWord::Tokens(vec![1, 2])]);

@@ -26,7 +26,7 @@ pub struct ProposeRow {
     /// Drafts that were verified in this step, and those of them that held.
     pub num_drafts: usize,
     pub num_held: usize,
-    /// Most drafts that can be of use: more would lie past the sequence's end.
+    /// Most drafts that can be of use: more would lie past the sequence's end, or its request wants no more.
     pub room: usize,
 }
 

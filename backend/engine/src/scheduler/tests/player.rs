@@ -153,6 +153,7 @@ impl Player {
                 ("queue", ms) => request.queue_timeout = Some(Duration::from_millis(number(ms).into())),
                 ("deadline", ms) => request.deadline = Some(self.now + Duration::from_millis(number(ms).into())),
                 ("stop", nth) => stop = Some(number(nth)),
+                ("drafts", most) => request.sampling.max_drafts = Some(number(most)),
                 ("salt", salt) => request.cache_salt = number(salt).into(),
                 ("like", other) => like = other,
                 ("logprobs", _) => {

@@ -27,7 +27,7 @@ use self::plan::{Chain, Pass};
 use self::recorded::Alike;
 pub(crate) use self::sizes::DraftSizes;
 use super::policy::{Held, Holds, Policy};
-use super::proposer::{Propose, Proposer, Unseen};
+use super::proposer::{Propose, ProposeRow, Proposer, Unseen};
 use crate::error::Result;
 use crate::row_params::RowParams;
 use crate::slots::Slots;
@@ -114,7 +114,8 @@ impl ModelProposer {
         if let Some((took, num_tokens)) = step.decode {
             self.policy.learn_step(num_tokens, took);
         }
-        let running = || step.rows.iter().filter(|row| !row.ended);
+        let drafts = |row: &&ProposeRow| !row.ended && step.slots.state(row.slot).max_drafts() > 0;
+        let running = || step.rows.iter().filter(drafts);
         let mut mean = Holds::default();
         for row in running() {
             let holds = &mut self.holds[row.slot.0 as usize];

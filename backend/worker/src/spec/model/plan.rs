@@ -59,7 +59,8 @@ impl ModelProposer {
         if first == state.num_cached {
             self.written[slot] = self.entries_of_prefix(&blocks[..first / block_size], first, block_size);
         }
-        if self.most.is_none() {
+        // What wants no drafts leaves entries of its prompt alone, for others that begin with it.
+        if self.most.is_none() || (state.max_drafts() == 0 && first >= state.num_prompt) {
             self.written[slot] = 0;
         }
         let start = self.written[slot];

@@ -46,8 +46,10 @@ impl ModelProposer {
         let alike = Alike { num_seqs: step.rows.len(), each: first.num_drafts + 1, drafts };
         let rooms = step.rows.iter().all(|row| {
             // The last token that may come is not drafted.
-            let room = step.slots.state(row.slot).room(step.max_model_len);
-            row.wants_token && row.tokens.len() == alike.each && room > alike.each + drafts
+            let state = step.slots.state(row.slot);
+            let room = state.room(step.max_model_len);
+            let wants_all = state.max_drafts() >= drafts && row.wants_token;
+            wants_all && row.tokens.len() == alike.each && room > alike.each + drafts
         });
         let followed = step.rows.iter().map(|row| {
             let state = step.slots.state(row.slot);
