@@ -10,51 +10,15 @@ use drafthorse::serve::Server;
 use drafthorse_proto::GrpcInferenceServiceClient;
 use drafthorse_proto::inference::model_infer_request::InferInputTensor;
 use drafthorse_proto::inference::{InferTensorContents, ModelInferRequest};
-use drafthorse_tests::families::{self, Family};
-use drafthorse_tests::tiny;
-use serde_json::json;
+use drafthorse_tests::{pairs, tiny};
 use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint};
-
-/// Layers of the model; the module is one more.
-const LAYERS: usize = 4;
 
 /// Writes the model with its module, and a tokenizer with one character a token.
 fn write_model(dir: &Path) {
     fs::create_dir_all(dir).unwrap();
     tiny::write_model(dir);
-    let family = Family::read("deepseek_v3");
-    let mut config = family.config.clone();
-    for (key, value) in [
-        ("num_hidden_layers", json!(LAYERS)),
-        ("first_k_dense_replace", json!(2)),
-        ("num_nextn_predict_layers", json!(1)),
-        ("eos_token_id", json!(tiny::END)),
-    ] {
-        config[key] = value;
-    }
-    // The golden's first layer is plain, its last has experts.
-    let of_layer = |layer: usize| {
-        let like = if layer < 2 { "model.layers.0." } else { "model.layers.2." };
-        let of_like = family.shapes.iter().filter_map(move |(name, shape)| Some((name.strip_prefix(like)?, shape)));
-        of_like.map(move |(name, shape)| (format!("model.layers.{layer}.{name}"), shape.clone()))
-    };
-    let hidden = family.shapes["model.norm.weight"][0];
-    let of_module = [
-        ("enorm", vec![hidden]),
-        ("hnorm", vec![hidden]),
-        ("eh_proj", vec![hidden, 2 * hidden]),
-        ("shared_head.norm", vec![hidden]),
-    ];
-    let of_module = of_module.map(|(name, shape)| (format!("model.layers.{LAYERS}.{name}.weight"), shape));
-    let ends = family.shapes.iter().filter(|(name, _)| !name.contains("layers"));
-    let shapes = ends.map(|(name, shape)| (name.clone(), shape.clone()));
-    let shapes = shapes.chain((0..=LAYERS).flat_map(of_layer)).chain(of_module);
-    let tensors = shapes.map(|(name, shape)| {
-        let values = families::values(&name, shape.iter().product());
-        (name, shape, values)
-    });
-    families::write_into(dir, &config, tensors);
+    pairs::write_deepseek(dir, tiny::END);
 }
 
 struct Fixture {
