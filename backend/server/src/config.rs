@@ -220,7 +220,10 @@ pub fn with_dashes(argument: OsString) -> OsString {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use super::*;
+    use crate::settings::Settings;
 
     #[test]
     fn takes_the_arguments_of_kserves_triton_runtime() {
@@ -241,6 +244,22 @@ mod tests {
         assert_eq!((http.unwrap().port(), grpc.unwrap().port(), metrics), (8080, 9000, None));
         assert!(config.exit_on_error && config.strict_readiness);
         assert_eq!(config.log.log_format, LogFormat::Text);
+    }
+
+    #[test]
+    fn flags_of_speculation_may_be_spelt_as_paddlenlp_spells_them() {
+        let names = SETTINGS.iter().map(|setting| setting.name);
+        let names: Vec<&str> = names.filter(|name| name.contains("speculate") || name.contains("draft")).collect();
+        assert!(names.len() > 8, "{names:?}");
+        for name in names.into_iter().chain(["return_full_hidden_states"]) {
+            let (underscores, dashes) = (format!("--{name}=1"), format!("--{}=1", name.replace('_', "-")));
+            let value = |flag: &str| {
+                let config = ServerConfig::parse(["--model-repository=m", flag]).unwrap();
+                let settings = Settings::resolve(&HashMap::new(), &config.settings, |_| None).unwrap();
+                settings.text(name).to_owned()
+            };
+            assert_eq!((value(&underscores), value(&dashes)), ("1".into(), "1".into()), "{name}");
+        }
     }
 
     #[test]

@@ -44,7 +44,8 @@ pub fn load(dir: &ModelDir, version: u64, path: &Path, config: &ServerConfig) ->
     let links: Vec<Box<dyn Link>> = vec![Box::new(link)];
     let engine = Engine::start(engine_config, ready, links).map_err(|e| failed(&e))?;
     let strict = settings.parse_bool("strict_parameters")?;
-    Ok(ServedModel::new(&dir.name, version, text, engine).with_strict_parameters(strict))
+    let rule = settings.text("speculate_verify");
+    Ok(ServedModel::new(&dir.name, version, text, engine).with_strict_parameters(strict).with_verify_rule(rule))
 }
 
 /// Every setting of a model, with its source.
@@ -109,6 +110,9 @@ pub fn worker_config(settings: &Settings, path: &Path, num_threads: Option<usize
             adaptive: settings.parse_bool("speculate_adaptive")?,
             forced_acceptance: settings.parse_optional("speculate_forced_acceptance", "a share, 0 to 1")?,
             draft_dir: draft::folder(settings, path)?,
+            verify: settings.text("speculate_verify").to_owned(),
+            verify_window: settings.parse("speculate_verify_window", COUNT)?,
+            max_candidate_len: settings.parse("speculate_max_candidate_len", COUNT)?,
             draft_quant_type: Some(settings.text("draft_model_quant_type"))
                 .filter(|name| !matches!(*name, "" | "none"))
                 .map(str::to_owned),

@@ -97,6 +97,17 @@ pub const SETTINGS: &[Setting] = &[
         "accepted for PaddleNLP's command lines: mtp and eagle have them without it",
     ),
     setting("speculate_max_ngram_size", "3", "longest n-gram that is looked up"),
+    setting(
+        "speculate_verify",
+        "exact",
+        "which drafts hold: exact, no text depends on drafts; paddle_top1 and paddle_topp_window are lossy, as PaddleNLP's",
+    ),
+    setting(
+        "speculate_verify_window",
+        "2",
+        "with paddle_topp_window: drafts after the second likeliest that must be the likeliest",
+    ),
+    setting("speculate_max_candidate_len", "5", "with a lossy rule: most tokens that one is picked from"),
 ];
 
 /// Parameters of `config.pbtxt` that say what a model is, not how it runs.

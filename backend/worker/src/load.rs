@@ -12,7 +12,7 @@ use drafthorse_model::{
 };
 use tracing::warn;
 
-use crate::config::WorkerConfig;
+use crate::config::{DeviceKind, WorkerConfig};
 use crate::error::{Result, WorkerError};
 use crate::features::Features;
 use crate::graphs::Graphs;
@@ -61,6 +61,7 @@ fn pipeline_depth(config: &WorkerConfig, device: &Device) -> u32 {
 pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) -> Result<(Runner, Ready)> {
     config.validate()?;
     let method = spec::method(&config.speculate)?;
+    check_rule(config, &method)?;
     if let Some(num_threads) = config.num_threads
         && let Err(running) = pool::set_threads(num_threads)
     {
@@ -80,6 +81,18 @@ pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) 
     };
     network.weight_bytes += network.drafter.as_ref().map_or(0, |drafter| drafter.weight_bytes);
     assemble(config, &device, network, proposer, progress)
+}
+
+/// A lossy rule changes what is said, so it is refused where there is nothing to verify.
+fn check_rule(config: &WorkerConfig, method: &Method) -> Result<()> {
+    let is_lossy = spec::verify_rule(&config.speculate)?.candidates().is_some();
+    let must = match (method, config.device) {
+        (Method::None, _) => "exact where speculate_method is none",
+        (_, DeviceKind::Cuda(_)) => "exact on a GPU",
+        _ => return Ok(()),
+    };
+    let got = config.speculate.verify.clone();
+    if is_lossy { Err(WorkerError::Setting { field: "speculate_verify", got, must: must.into() }) } else { Ok(()) }
 }
 
 fn network(
@@ -216,6 +229,7 @@ pub(crate) fn assemble(
     plan.log();
     progress(Progress::Planned(plan.clone()));
 
+    let rule = spec::verify_rule(&config.speculate)?;
     let max_model_len = plan.max_model_len as usize;
     let sizes = slot_sizes(max_model_len, plan.num_blocks as usize);
     // A chunk of n prompt tokens wants the logits of n of them, the first from the chunk before, and of the next token.
@@ -256,7 +270,7 @@ pub(crate) fn assemble(
             batch: Batch::new(device, limits)?,
             inputs: Inputs::new(max_logit_rows, max_seqs),
             slots: Slots::new(device, sizes)?.with_grammars(config.grammars.clone()),
-            sampler: Sampler::new(device, chunk_rows, max_logit_rows, vocab_size)?,
+            sampler: Sampler::new(device, chunk_rows, max_logit_rows, vocab_size)?.with_rule(rule),
             features: Features::new(device, taps.clone(), max_tokens, hidden, dtype)?,
             graphs: Graphs::new(device, config.eager),
             proposer,

@@ -63,6 +63,14 @@ impl RowParams {
         });
     }
 
+    /// Bounds the last row to the `most` likeliest tokens.
+    pub fn keep_at_most(&mut self, most: usize) {
+        let most = i32::try_from(most).unwrap_or(i32::MAX);
+        if let Some(row) = self.host.last_mut() {
+            row.top_k = if row.top_k == 0 { most } else { row.top_k.min(most) };
+        }
+    }
+
     /// Copies the rows to the device.
     pub fn send(&mut self) -> Result<()> {
         let num_rows = self.host.len();

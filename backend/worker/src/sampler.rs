@@ -17,6 +17,7 @@ use crate::inputs::{LogitRow, LogitsOf, PlannedRow};
 use crate::masks::Masks;
 use crate::row_params::RowParams;
 use crate::slots::{SlotState, Slots, count};
+use crate::spec::{Ranked, Verify};
 
 /// Rows whose logits are held at once. A row of them is as wide as the vocabulary, so this bounds what a step takes; enough
 /// rows for the head's product to be quick.
@@ -36,6 +37,10 @@ pub(crate) struct Sampler {
     /// One per row of the step; -1 where the logits were not finite.
     tokens: Vec<i32>,
     logprobs: Vec<Option<TokenLogprobs>>,
+    /// How drafts are verified. A lossy rule needs to know what is likeliest in the place of each.
+    verify: Verify,
+    /// One per row of the step, if it is the place of a draft and the rule is lossy.
+    ranked: Vec<Option<Ranked>>,
     masks: Masks,
     typical: Vec<TypicalRow>,
     /// A row's tokens with its drafts; kept for its memory.
@@ -51,10 +56,17 @@ impl Sampler {
             ids_on_host: [Readback::new(device, chunk_rows)?, Readback::new(device, chunk_rows)?],
             tokens: Vec::with_capacity(max_rows),
             logprobs: Vec::with_capacity(max_rows),
+            verify: Verify::Exact,
+            ranked: Vec::new(),
             masks: Masks::new(device, chunk_rows, vocab_size)?,
             typical: Vec::new(),
             seen: Vec::new(),
         })
+    }
+
+    /// For drafts that are verified by another rule.
+    pub fn with_rule(self, verify: Verify) -> Self {
+        Sampler { verify, ..self }
     }
 
     /// Most bytes of workspace that a chunk takes besides its logits.
@@ -78,6 +90,7 @@ impl Sampler {
     pub fn begin(&mut self) {
         self.tokens.clear();
         self.logprobs.clear();
+        self.ranked.clear();
     }
 
     /// Works out which tokens each row of a step may have, while the device still runs the model.
@@ -134,6 +147,9 @@ impl Sampler {
                 LogitsOf::Next { after_drafts } => {
                     let state = slots.state(row.slot);
                     self.params.push(&state.sampling, row.position);
+                    if let Some(most) = self.verify.candidates() {
+                        self.params.keep_at_most(most);
+                    }
                     let drafts = &slots.drafts(row.slot)[..after_drafts];
                     self.adjust(state, drafts, &mut logits.rows_mut(index..index + 1))?;
                 }
@@ -145,6 +161,7 @@ impl Sampler {
             self.masks.apply(logits)?;
         }
         self.take_out_untypical(rows, logits, slots)?;
+        self.rank_places_of_drafts(rows, logits, slots);
         self.params.send()?;
         self.pick(logits, workspace)?;
         self.collect(rows.len())?;
@@ -235,6 +252,30 @@ impl Sampler {
         self.typical.clear();
         self.typical.extend(wanted);
         Ok(typical(logits, &self.typical)?)
+    }
+
+    /// For a lossy rule, which runs on the CPU: the logits are looked at as they are.
+    fn rank_places_of_drafts(&mut self, rows: &[LogitRow], logits: &Tensor, slots: &Slots) {
+        let Some(most) = self.verify.candidates() else { return };
+        let (_, vocab) = logits.rows_cols();
+        let ranked = rows.iter().zip(logits.as_slice::<f32>().chunks(vocab)).map(|(row, logits)| match row.of {
+            LogitsOf::Next { after_drafts } if after_drafts < slots.drafts(row.slot).len() => {
+                Some(Ranked::of(logits, &slots.state(row.slot).sampling, most))
+            }
+            _ => None,
+        });
+        self.ranked.extend(ranked);
+    }
+
+    /// How many of a row's drafts hold whatever was sampled, if the rule is lossy.
+    pub fn held_by_rule(&self, row: &PlannedRow, slots: &Slots) -> Option<usize> {
+        self.verify.candidates()?;
+        let drafts: Vec<TokenId> =
+            slots.drafts(row.slot)[..row.num_drafts].iter().map(|&draft| draft as TokenId).collect();
+        // The last rows of a sequence are those of its drafts and of the token after them.
+        let first = row.logits.end.saturating_sub(row.num_drafts + 1);
+        let ranked: Vec<&Ranked> = self.ranked[first..].iter().take(row.num_drafts).flatten().collect();
+        Some(self.verify.held(&drafts, &ranked))
     }
 
     /// Biases and penalties on one row that comes after some drafts.

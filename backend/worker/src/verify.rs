@@ -1,7 +1,8 @@
 //! What came of a step's rows: tokens that hold, ends, errors, and the drafts that follow.
 //!
 //! Verification is sampling: at every position the target's token is sampled as if there were no drafts, and a draft holds
-//! if it is that token. So the tokens are the same with any proposer and with none.
+//! if it is that token. So the tokens are the same with any proposer and with none, but for the lossy rules of `spec::verify`, which take
+//! drafts that were not sampled.
 
 use std::time::Duration;
 
@@ -76,6 +77,7 @@ impl Runner {
 
     /// Appends the sampled tokens up to the first that is no draft, or that ends the sequence. How many drafts held.
     fn accept(&mut self, row: &PlannedRow, result: &mut RowResult) -> usize {
+        let by_rule = self.sampler.held_by_rule(row, &self.slots);
         let mut held = 0;
         for index in row.logits.clone() {
             let LogitsOf::Next { after_drafts } = self.inputs.logits[index].of else { continue };
@@ -97,8 +99,9 @@ impl Runner {
             let state = self.slots.state_mut(row.slot);
             let (token, draft_holds) = match (self.forced, draft) {
                 (Some(forced), Some(draft)) if forced.holds(state.sampling.seed, state.tokens.len()) => (draft, true),
-                (Some(_), _) => (sampled, false),
-                (None, draft) => (sampled, draft == Some(sampled)),
+                (None, Some(draft)) if by_rule.is_some_and(|held| after_drafts < held) => (draft, true),
+                (None, draft) if by_rule.is_none() => (sampled, draft == Some(sampled)),
+                _ => (sampled, false),
             };
             result.error = state.accept(token).err();
             result.accepted.push(token);

@@ -22,6 +22,9 @@ use crate::text::{ChatTemplate, Detokenizer, StopStrings, Tokenizer};
 /// Grammars compiled at once: one more may wait for one that takes long.
 const MAX_COMPILING: usize = 2;
 
+/// The rule by which no text depends on drafts.
+const EXACT: &str = "exact";
+
 /// The part of a checkpoint that is about text.
 #[derive(Debug)]
 pub struct ModelText {
@@ -80,6 +83,8 @@ pub struct ServedModel {
     next_id: AtomicU64,
     /// Refuse parameters that are not known.
     strict: bool,
+    /// How drafts are verified, if by a rule that takes others than would have been sampled.
+    lossy_rule: Option<String>,
     /// Grammars compiled at once.
     pub(super) compiling: Arc<Semaphore>,
 }
@@ -103,6 +108,7 @@ impl ServedModel {
             created,
             next_id: AtomicU64::new(1),
             strict: false,
+            lossy_rule: None,
             compiling: Arc::new(Semaphore::new(MAX_COMPILING)),
         }
     }
@@ -111,6 +117,16 @@ impl ServedModel {
     #[must_use]
     pub fn with_strict_parameters(self, strict: bool) -> Self {
         ServedModel { strict, ..self }
+    }
+
+    /// By what rule drafts are verified, a `speculate_verify`.
+    #[must_use]
+    pub fn with_verify_rule(self, rule: &str) -> Self {
+        ServedModel { lossy_rule: (rule != EXACT).then(|| rule.to_owned()), ..self }
+    }
+
+    pub(super) fn lossy_rule(&self) -> Option<&str> {
+        self.lossy_rule.as_deref()
     }
 
     pub fn is_strict(&self) -> bool {

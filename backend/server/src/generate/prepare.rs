@@ -55,6 +55,11 @@ impl ServedModel {
             // Which are best is a matter of their log-probabilities.
             wants.logprobs = Logprobs::Top(0);
         }
+        if let (Some(rule), true) = (self.lossy_rule(), wants.logprobs != Logprobs::None) {
+            let field = if params.logprobs.is_some() { "logprobs" } else { "best_of" };
+            let reason = format!("needs log-probabilities of what was sampled: not with speculate_verify {rule}");
+            return Err(ServerError::bad_input(field, reason));
+        }
         Ok(Prepared {
             prompt: prompt.into(),
             params,

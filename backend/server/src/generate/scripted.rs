@@ -22,6 +22,11 @@ const BLOCK_SIZE: u32 = 16;
 
 /// A model that answers with `text`, a token a byte, `tokens_per_step` at once, and then with its end token. Must not be empty.
 pub(crate) fn model(text: &str, tokens_per_step: usize) -> Arc<ServedModel> {
+    Arc::new(made(text, tokens_per_step))
+}
+
+/// [`model`], to be changed.
+pub(crate) fn made(text: &str, tokens_per_step: usize) -> ServedModel {
     let tokenizer = byte_level();
     let end = tokenizer.token_to_id("<|end|>").unwrap();
     let script: Vec<TokenId> = text.bytes().map(TokenId::from).chain([end]).collect();
@@ -46,7 +51,7 @@ pub(crate) fn model(text: &str, tokens_per_step: usize) -> Arc<ServedModel> {
     let chat_template: Option<ChatTemplate> =
         Some(template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"));
     let defaults = GenerationDefaults { end_tokens: vec![end], ..GenerationDefaults::default() };
-    Arc::new(ServedModel::new("llm", 1, ModelText::new(tokenizer, chat_template, defaults), engine))
+    ServedModel::new("llm", 1, ModelText::new(tokenizer, chat_template, defaults), engine)
 }
 
 struct Rank {

@@ -11,7 +11,7 @@ use tower::ServiceExt;
 use super::router;
 use crate::app::App;
 use crate::config::ServerConfig;
-use crate::generate::scripted;
+use crate::generate::{ServedModel, scripted};
 use crate::metrics::Failure;
 use crate::repository::Repository;
 
@@ -33,9 +33,13 @@ impl Door {
 
     /// As [`to`](Self::to), so many tokens a step, all but one of them drafts.
     fn at_once(text: &str, tokens_per_step: usize) -> Self {
+        Door::of(scripted::model(text, tokens_per_step))
+    }
+
+    fn of(model: Arc<ServedModel>) -> Self {
         let flags = ["--model-repository=none", "--http-max-input-size=100000"];
         let config = Arc::new(ServerConfig::parse(flags).unwrap());
-        let repository = Repository::serving_only(config.clone(), scripted::model(text, tokens_per_step));
+        let repository = Repository::serving_only(config.clone(), model);
         Door { app: Arc::new(App::new(config, repository)) }
     }
 
@@ -202,6 +206,17 @@ async fn a_request_may_have_fewer_drafts_or_none() {
     let (text, details) = chat(json!({})).await;
     assert_eq!((&text, &details["accepted_prediction_tokens"]), (&json!("abcdefgh"), &json!(6)));
     assert_eq!(chat(json!({"speculate_method": "none"})).await, (text, Value::Null));
+}
+
+#[tokio::test]
+async fn a_lossy_rule_has_no_log_probabilities_of_what_was_sampled() {
+    let door = Door::of(Arc::new(scripted::made("ab", 2).with_verify_rule("paddle_top1")));
+    let said = "needs log-probabilities of what was sampled: not with speculate_verify paddle_top1";
+    let refused = async |body: Value| door.refused(GENERATE, body).await;
+    assert_eq!(refused(json!({"text_input": "x", "logprobs": 1})).await, format!("400 logprobs: {said}"));
+    assert_eq!(refused(json!({"text_input": "x", "best_of": 2})).await, format!("400 best_of: {said}"));
+    assert_eq!(door.post(GENERATE, json!({"text_input": "x"})).await.json()["text_output"], "xab");
+    assert_eq!(Door::to("ab").post(GENERATE, json!({"text_input": "x", "logprobs": 1})).await.status, 200);
 }
 
 #[tokio::test]

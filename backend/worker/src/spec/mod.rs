@@ -5,6 +5,7 @@ mod model;
 mod ngram;
 mod policy;
 mod proposer;
+mod verify;
 
 use std::path::PathBuf;
 
@@ -12,6 +13,8 @@ pub(crate) use forced::Forced;
 pub(crate) use model::{DraftSizes, Drafter, ModelProposer};
 pub use ngram::Ngram;
 pub use proposer::{Propose, ProposeRow, Proposer, Unseen};
+pub use verify::verify_rules;
+pub(crate) use verify::{Ranked, Verify};
 
 use crate::error::{Result, WorkerError};
 
@@ -34,6 +37,12 @@ pub struct SpeculateConfig {
     pub draft_dir: Option<PathBuf>,
     /// `draft_model_quant_type`. `None` keeps what the drafter's checkpoint has.
     pub draft_quant_type: Option<String>,
+    /// `speculate_verify`; one of [`verify_rules`]. All but `exact` are lossy.
+    pub verify: String,
+    /// `speculate_verify_window`, of `paddle_topp_window`.
+    pub verify_window: u32,
+    /// `speculate_max_candidate_len`, of all lossy rules.
+    pub max_candidate_len: u32,
 }
 
 impl Default for SpeculateConfig {
@@ -47,6 +56,9 @@ impl Default for SpeculateConfig {
             forced_acceptance: None,
             draft_dir: None,
             draft_quant_type: None,
+            verify: "exact".into(),
+            verify_window: 2,
+            max_candidate_len: 5,
         }
     }
 }
@@ -111,6 +123,31 @@ pub(crate) fn method(config: &SpeculateConfig) -> Result<Method> {
     Ok(make(config))
 }
 
+/// How the drafts that `config` asks for are verified.
+///
+/// # Errors
+/// `Setting` if the rule is unknown or a number cannot work.
+pub(crate) fn verify_rule(config: &SpeculateConfig) -> Result<Verify> {
+    let setting = |field, got: &dyn ToString, must: String| WorkerError::Setting { field, got: got.to_string(), must };
+    let Some(rule) = verify::named(config) else {
+        let names: Vec<_> = verify_rules().collect();
+        return Err(setting("speculate_verify", &config.verify, format!("one of {}", names.join(", "))));
+    };
+    if !(1..=MAX_CANDIDATES).contains(&config.max_candidate_len) {
+        let must = format!("1 to {MAX_CANDIDATES}");
+        return Err(setting("speculate_max_candidate_len", &config.max_candidate_len, must));
+    }
+    // A wider window would never be full.
+    if !(1..MAX_DRAFTS).contains(&config.verify_window) {
+        let must = format!("1 to {}", MAX_DRAFTS - 1);
+        return Err(setting("speculate_verify_window", &config.verify_window, must));
+    }
+    Ok(rule)
+}
+
+/// Most tokens that a lossy rule picks from.
+const MAX_CANDIDATES: u32 = 64;
+
 /// Attention verifies up to this many drafts and the token before them as one small tile.
 const MAX_DRAFTS: u32 = 7;
 
@@ -159,5 +196,27 @@ mod tests {
         );
         assert_eq!(made("ngram", 8, 7), "speculate_max_draft_token_num is 8, must be 1 to 7");
         assert_eq!(made("ngram", 1, 8), "speculate_draft_token_bound is 8, must be 1 to 7");
+    }
+
+    #[test]
+    fn a_rule_is_found_by_its_name_and_exact_is_the_default() {
+        let rule = |change: fn(&mut SpeculateConfig)| {
+            let mut config = SpeculateConfig::default();
+            change(&mut config);
+            verify_rule(&config).map_err(|error| error.to_string())
+        };
+        assert_eq!(rule(|_| ()), Ok(Verify::Exact));
+        assert_eq!(rule(|c| c.verify = "paddle_top1".into()), Ok(Verify::Top1 { candidates: 5 }));
+        assert_eq!(
+            rule(|c| c.verify = "paddle_topp_window".into()),
+            Ok(Verify::TopPWindow { candidates: 5, window: 2 })
+        );
+        let refused = |change| rule(change).unwrap_err();
+        assert_eq!(
+            refused(|c| c.verify = "greedy".into()),
+            "speculate_verify is greedy, must be one of exact, paddle_top1, paddle_topp_window"
+        );
+        assert_eq!(refused(|c| c.verify_window = 7), "speculate_verify_window is 7, must be 1 to 6");
+        assert_eq!(refused(|c| c.max_candidate_len = 0), "speculate_max_candidate_len is 0, must be 1 to 64");
     }
 }

@@ -12,6 +12,7 @@ mod gpu;
 mod guided;
 mod law;
 mod llama;
+mod lossy;
 mod serving;
 mod sharing;
 mod verifying;
