@@ -116,7 +116,8 @@ impl ModelConfig {
         let raw: Result<Raw, _> = serde_path_to_error::deserialize(&mut json);
         let raw = raw.map_err(|error| {
             let key = match error.path().to_string() {
-                key if key == "." => String::new(),
+                // It is nowhere in particular.
+                key if matches!(&*key, "." | "?") => String::new(),
                 key => format!(", {key}"),
             };
             ModelError::Json { path: path.clone(), key, source: error.into_inner() }
@@ -550,5 +551,7 @@ mod tests {
         let err = ModelConfig::parse("{\n  \"vocab_size\": \"many\"}", PathBuf::from("m/config.json")).unwrap_err();
         assert_eq!(err.to_string(), "m/config.json, vocab_size is not valid JSON for its purpose");
         assert!(err.source().unwrap().to_string().contains("line 2"));
+        let err = ModelConfig::parse("{", PathBuf::from("m/config.json")).unwrap_err();
+        assert_eq!(err.to_string(), "m/config.json is not valid JSON for its purpose");
     }
 }
