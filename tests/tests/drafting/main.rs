@@ -1,7 +1,10 @@
 //! Drafts by models, engine and rank as they are served: what a step brings, and that no text depends on it.
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests fail as tests do")]
-#![allow(clippy::print_stdout, reason = "what was seen and how often is what these tests are about; `--nocapture` shows it")]
+#![allow(
+    clippy::print_stdout,
+    reason = "what was seen and how often is what these tests are about; `--nocapture` shows it"
+)]
 
 mod copies;
 mod mixed;
