@@ -553,3 +553,17 @@ async fn a_client_that_goes_away_cancels_its_request() {
     let inference = &statistics["model_stats"][0]["inference_stats"];
     assert_eq!((&inference["success"]["count"], &inference["fail"]["count"]), (&json!(1), &json!(1)));
 }
+
+#[tokio::test]
+async fn variables_of_a_template_do_not_stand_for_the_messages() {
+    let door = Door::to("ok");
+    let chat = |kwargs: Value| {
+        let messages = json!([{"role": "user", "content": "hi"}]);
+        let body = json!({"model": "llm", "messages": messages, "chat_template_kwargs": kwargs});
+        door.post("/v1/chat/completions", body)
+    };
+    let reply = chat(json!({"messages": []})).await;
+    let error = &reply.json()["error"];
+    assert_eq!((reply.status, &error["param"]), (400, &json!("chat_template_kwargs.messages")), "{error}");
+    assert_eq!(chat(json!({"enable_thinking": false})).await.status, 200);
+}

@@ -86,8 +86,15 @@ fn chat(fields: &mut Fields) -> Result<Chat> {
         Some(Value::Object(variables)) => variables,
         Some(_) => return Err(ServerError::bad_input("chat_template_kwargs", "must be an object")),
     };
+    if let Some(name) = OF_THE_REQUEST.into_iter().find(|name| variables.contains_key(*name)) {
+        let reason = format!("is a field of the request itself: a template takes {name} from there");
+        return Err(ServerError::bad_input(format!("chat_template_kwargs.{name}"), reason));
+    }
     Ok(Chat { messages, tools: None, documents: fields.take("documents"), add_generation_prompt, variables })
 }
+
+/// Variables of a template that no others may stand for.
+const OF_THE_REQUEST: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
 
 struct ChatForm {
     model: Arc<ServedModel>,
