@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use drafthorse::ServerConfig;
 use drafthorse::serve::Server;
+use drafthorse_engine::Stats;
 use drafthorse_proto::GrpcInferenceServiceClient;
 use drafthorse_proto::inference::infer_parameter::ParameterChoice;
 use drafthorse_proto::inference::model_infer_request::InferInputTensor;
@@ -107,7 +108,7 @@ impl Fixture {
         responses
     }
 
-    fn engine_stats(&self) -> drafthorse_engine::Stats {
+    fn engine_stats(&self) -> Stats {
         self.server.app.repository.model("tiny", "").unwrap().served.engine().stats()
     }
 }
@@ -252,12 +253,12 @@ async fn a_dropped_stream_frees_its_blocks() {
     drop(stream);
     drop(sender);
     let dropped = Instant::now();
-    while server.engine_stats().running > 0 {
-        assert!(dropped.elapsed() < Duration::from_secs(5), "the request still runs");
+    // A step in flight may hold its blocks for a moment longer.
+    let holds = |stats: &Stats| stats.running > 0 || stats.free_blocks + stats.cached_blocks < stats.total_blocks;
+    while holds(&server.engine_stats()) {
+        assert!(dropped.elapsed() < Duration::from_secs(5), "the request still runs: {:?}", server.engine_stats());
         tokio::task::yield_now().await;
     }
-    let stats = server.engine_stats();
-    assert_eq!(stats.free_blocks + stats.cached_blocks, stats.total_blocks);
 }
 
 #[tokio::test(flavor = "multi_thread")]
