@@ -8,6 +8,7 @@
 //!
 //! On a GPU a draft goes into the next pass without the host having seen it; all of them come back together, while the engine plans the
 //! step that verifies them.
+
 mod on_device;
 mod plan;
 mod recorded;
@@ -195,9 +196,10 @@ impl Proposer for ModelProposer {
         // What was made ahead followed from what had been learnt before.
         if ahead.is_none() {
             self.learn(step);
-            self.plan(step);
-        } else {
-            self.plan(step);
+        }
+        let planned = self.most;
+        self.plan(step);
+        if ahead.is_some() {
             self.learn(step);
         }
         let num_chains = self.chains.len();
@@ -228,7 +230,7 @@ impl Proposer for ModelProposer {
                 self.run(step, &input, &mut hidden)?;
             }
         }
-        if let (Some(most), true, true) = (self.most, step.decode.is_some(), num_chains == step.rows.len()) {
+        if let (Some(most), true, true) = (planned, step.decode.is_some(), num_chains == step.rows.len()) {
             self.policy.learn_proposal(num_chains, most, started.elapsed());
         }
         match &mut self.on_device {

@@ -64,16 +64,11 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Turns drafts that were picked into the target's tokens.
-    pub(super) fn keep_ids(ids: &Tensor, tokens: Option<&Tensor>, drafts: &mut Tensor) -> Result<()> {
-        Ok(map_tokens(ids, tokens, drafts)?)
-    }
-
     /// Keeps the drafts that were picked as `ids` for some chains, of which `first` come before.
     pub(super) fn keep(&mut self, first: usize, ids: &Tensor, chains: &mut [Chain]) -> Result<()> {
         let Some(chain) = chains.first() else { return Ok(()) };
         let first = chain.num_drafts * self.max_seqs + first;
-        Self::keep_ids(ids, self.tokens.as_ref(), &mut self.drafts.rows_mut(first..first + chains.len()))?;
+        map_tokens(ids, self.tokens.as_ref(), &mut self.drafts.rows_mut(first..first + chains.len()))?;
         for (place, chain) in (first..).zip(chains) {
             chain.places[chain.num_drafts] = place as u32;
             chain.draft = sampled_by(place);

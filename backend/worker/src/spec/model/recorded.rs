@@ -9,6 +9,7 @@ use drafthorse_control::Slot;
 use drafthorse_kernels::Tensor;
 use drafthorse_kernels::ops::feed_tokens::sampled_by;
 use drafthorse_kernels::ops::gather_rows::gather_rows;
+use drafthorse_kernels::ops::map_tokens::map_tokens;
 use drafthorse_kernels::ops::sample;
 use drafthorse_model::{BatchInputs, Forward, LaterSteps};
 
@@ -17,6 +18,7 @@ use super::on_device::OnDevice;
 use crate::error::Result;
 use crate::graphs::{Graphs, Part};
 use crate::slots::Slots;
+use crate::spec::Forced;
 use crate::spec::proposer::{Propose, Unseen};
 
 /// What the sequences of a step have in common.
@@ -44,23 +46,24 @@ impl ModelProposer {
     pub(super) fn follow_unseen(&mut self, step: &mut Unseen<'_>) -> Result<()> {
         let (Some(first), Some(drafts)) = (step.rows.first(), self.most) else { return Ok(()) };
         let alike = Alike { num_seqs: step.rows.len(), each: first.num_drafts + 1, drafts };
-        let rooms = step.rows.iter().all(|row| {
-            // The last token that may come is not drafted.
+        let all_go_on = step.rows.iter().all(|row| {
             let state = step.slots.state(row.slot);
-            let room = state.room(step.max_model_len);
+            let is_written = self.written[row.slot.0 as usize] == state.num_computed + 1;
             let wants_all = state.max_drafts() >= drafts && row.wants_token;
-            wants_all && row.tokens.len() == alike.each && room > alike.each + drafts
+            // The last token that may come is not drafted.
+            let has_room = state.room(step.max_model_len) > alike.each + drafts;
+            is_written && wants_all && has_room && row.tokens.len() == alike.each
         });
         let followed = step.rows.iter().map(|row| {
             let state = step.slots.state(row.slot);
-            let holds = |forced: crate::spec::Forced| {
+            let holds = |forced: Forced| {
                 let is_held = |draft: &usize| forced.holds(state.sampling.seed, state.tokens.len() + draft);
                 (0..row.num_drafts).take_while(is_held).count()
             };
             Followed { slot: row.slot, first: state.num_computed, held: step.forced.map(holds) }
         });
         let followed: Vec<Followed> = followed.collect();
-        if rooms && self.can_follow(alike, &followed, step.hidden, step.slots, step.graphs) {
+        if all_go_on && self.can_follow(alike, &followed, step.hidden, step.slots, step.graphs) {
             let Unseen { hidden, picked, forward, graphs, slots, .. } = step;
             self.follow(alike, &followed, hidden, picked, forward, graphs, slots)?;
             if let Some(on_device) = &mut self.on_device {
@@ -93,19 +96,13 @@ impl ModelProposer {
             }
         });
         let followed: Vec<Followed> = followed.collect();
-        // The plan has moved on what is written.
+        // One entry for each token that was verified: those before it are written.
         let entries = |index: usize| self.pass.cu_tokens.get(index + 1).map(|end| end - self.pass.cu_tokens[index]);
         let whole = step.rows.iter().enumerate().all(|(index, row)| entries(index) == Some(row.hidden.len() as i32));
         if !(lies_there && goes_on && whole && self.pass.from_blocks.is_empty()) {
             return Ok(None);
         }
-        for row in &followed {
-            self.written[row.slot.0 as usize] = row.first + 1;
-        }
         let can = self.can_follow(alike, &followed, step.hidden, step.slots, step.graphs);
-        for (row, seen) in followed.iter().zip(step.rows) {
-            self.written[row.slot.0 as usize] = row.first + seen.hidden.len() + 1;
-        }
         if can {
             let Propose { hidden, forward, graphs, slots, .. } = step;
             self.follow(alike, &followed, hidden, picked, forward, graphs, slots)?;
@@ -116,10 +113,8 @@ impl ModelProposer {
     /// Whether the passes can be recorded, and have room for what they write, were all drafts of the step to hold.
     fn can_follow(&self, alike: Alike, rows: &[Followed], hidden: &Tensor, slots: &Slots, graphs: &Graphs) -> bool {
         let num_tokens = alike.num_seqs * alike.each;
-        let has_room = |row: &Followed| {
-            row.first + alike.each + alike.drafts <= slots.blocks(row.slot).len() * slots.block_size()
-                && self.written[row.slot.0 as usize] == row.first + 1
-        };
+        let has_room =
+            |row: &Followed| row.first + alike.each + alike.drafts <= slots.blocks(row.slot).len() * slots.block_size();
         alike.drafts > 0
             && self.on_device.is_some()
             && graphs.takes_drafted(num_tokens)
@@ -162,7 +157,7 @@ impl ModelProposer {
                 let ids = &mut ids.rows_mut(0..num_seqs);
                 greedy.with(num_seqs, |params| sample::sample(&logits, params, ids, workspace))?;
                 let first = draft * *max_seqs;
-                OnDevice::keep_ids(ids, tokens.as_ref(), &mut made.rows_mut(first..first + num_seqs))?;
+                map_tokens(ids, tokens.as_ref(), &mut made.rows_mut(first..first + num_seqs))?;
             }
             Ok(())
         })
