@@ -21,6 +21,7 @@
 
 #include "ptx.cuh"
 #include "reduce.cuh"
+#include "stretches.cuh"
 
 constexpr int kWarps = 4;
 constexpr int kKeys = 16;                 // of a warp's turn
@@ -36,13 +37,6 @@ struct Shape {
     float scale;  // times log2(e)
 };
 
-// Stretches of each of a sequence's pairs; none if it has no tokens in this step, or too many.
-__device__ __forceinline__ uint32_t num_stretches(const int* cu_tokens, const int* kv_lens, uint32_t seq, const Shape& shape) {
-    if (seq >= shape.seqs) return 0;
-    const uint32_t rows = uint32_t(cu_tokens[seq + 1] - cu_tokens[seq]) * (shape.heads / shape.kv_heads);
-    return rows == 0 || rows > shape.most_rows ? 0 : (uint32_t(kv_lens[seq]) + kStretch - 1) / kStretch;
-}
-
 // A place in the run of work: stretch `at` of `num` of the pair (seq, head).
 struct Cursor {
     uint32_t seq, head, at, num;
@@ -50,12 +44,7 @@ struct Cursor {
     __device__ __forceinline__ void next(const int* cu_tokens, const int* kv_lens, const Shape& shape) {
         if (++at < num) return;
         at = 0;
-        if (++head < shape.kv_heads) return;
-        head = 0;
-        do {
-            ++seq;
-            num = num_stretches(cu_tokens, kv_lens, seq, shape);
-        } while (num == 0 && seq < shape.seqs);
+        ::next_pair<kStretch>(cu_tokens, kv_lens, shape, seq, head, num);
     }
 };
 
@@ -72,13 +61,13 @@ __device__ __forceinline__ Run find_run(const int* cu_tokens, const int* kv_lens
     uint32_t total = 0, longest = 0;
     for (uint32_t base = 0; base < shape.seqs; base += 32) {
         const uint32_t s = base + lane;
-        const uint32_t num = num_stretches(cu_tokens, kv_lens, s, shape);
+        const uint32_t num = num_stretches<kStretch>(cu_tokens, kv_lens, s, shape);
         total += __reduce_add_sync(~0u, num);
         longest = max(longest, __reduce_max_sync(~0u, num));
     }
     Run run;
     if (longest <= kWhole && shape.seqs * shape.kv_heads <= gridDim.x) {
-        const uint32_t seq = blockIdx.x / shape.kv_heads, num = num_stretches(cu_tokens, kv_lens, seq, shape);
+        const uint32_t seq = blockIdx.x / shape.kv_heads, num = num_stretches<kStretch>(cu_tokens, kv_lens, seq, shape);
         run = {total * shape.kv_heads, kWhole, 0, num, {seq, blockIdx.x % shape.kv_heads, 0, num}, 0};
         return run;
     }
@@ -91,7 +80,7 @@ __device__ __forceinline__ Run find_run(const int* cu_tokens, const int* kv_lens
     run.pair_begin = 0;
     for (uint32_t base = 0; base < shape.seqs; base += 32) {
         const uint32_t s = base + lane;
-        const uint32_t num = num_stretches(cu_tokens, kv_lens, s, shape);
+        const uint32_t num = num_stretches<kStretch>(cu_tokens, kv_lens, s, shape);
         uint32_t sum = num;
 #pragma unroll
         for (int apart = 1; apart < 32; apart *= 2) {

@@ -18,6 +18,7 @@
 // Checked  against cpu.rs
 
 #include "fixed_softmax.cuh"
+#include "stretches.cuh"
 
 constexpr int kWarps = kChains;
 // A block takes no less than this.
@@ -28,13 +29,6 @@ struct Shape {
     float scale;  // times log2(e)
 };
 
-// Stretches of each of a sequence's pairs; none if it has no tokens in this step, or too many.
-__device__ __forceinline__ uint32_t num_stretches(const int* cu_tokens, const int* kv_lens, uint32_t seq, const Shape& shape) {
-    if (seq >= shape.seqs) return 0;
-    const uint32_t rows = uint32_t(cu_tokens[seq + 1] - cu_tokens[seq]) * (shape.heads / shape.kv_heads);
-    return rows == 0 || rows > shape.most_rows ? 0 : (uint32_t(kv_lens[seq]) + kStretch - 1) / kStretch;
-}
-
 // A place in the run of work: stretch `at` of `num` of the pair (seq, head), which begins at `begin`; its first unit is number `unit`.
 struct Cursor {
     uint32_t seq, head, at, num, begin, unit;
@@ -43,12 +37,7 @@ struct Cursor {
 
     __device__ __forceinline__ void next_pair(const int* cu_tokens, const int* kv_lens, const Shape& shape) {
         at = 0, begin += num, unit += num_units(num);
-        if (++head < shape.kv_heads) return;
-        head = 0;
-        do {
-            ++seq;
-            num = num_stretches(cu_tokens, kv_lens, seq, shape);
-        } while (num == 0 && seq < shape.seqs);
+        ::next_pair<kStretch>(cu_tokens, kv_lens, shape, seq, head, num);
     }
     __device__ __forceinline__ void next(const int* cu_tokens, const int* kv_lens, const Shape& shape) {
         if (++at == num) next_pair(cu_tokens, kv_lens, shape);
@@ -70,7 +59,7 @@ __device__ __forceinline__ Cursor find(const int* cu_tokens, const int* kv_lens,
     const uint32_t lane = threadIdx.x % 32;
     uint32_t before = 0, units_before = 0;
     for (uint32_t base = 0; base < shape.seqs; base += 32) {
-        const uint32_t num = num_stretches(cu_tokens, kv_lens, base + lane, shape), units = num_units(num);
+        const uint32_t num = num_stretches<kStretch>(cu_tokens, kv_lens, base + lane, shape), units = num_units(num);
         const uint32_t sum = sum_up_to(num), sum_units = sum_up_to(units);
         const uint32_t mine = (before + sum - num) * shape.kv_heads, past = (before + sum) * shape.kv_heads;
         const uint32_t here = __ballot_sync(~0u, mine <= place && place < past);
@@ -111,7 +100,7 @@ __device__ __forceinline__ void decode(const bf16* __restrict__ qkv, const bf16*
     const uint32_t group = shape.heads / shape.kv_heads;
     uint32_t total = 0, total_units = 0;
     for (uint32_t base = 0; base < shape.seqs; base += 32) {
-        const uint32_t num = num_stretches(cu_tokens, kv_lens, base + lane, shape);
+        const uint32_t num = num_stretches<kStretch>(cu_tokens, kv_lens, base + lane, shape);
         total += __reduce_add_sync(~0u, num);
         total_units += __reduce_add_sync(~0u, num_units(num));
     }
