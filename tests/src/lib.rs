@@ -5,6 +5,7 @@
 pub mod close;
 pub mod drafts;
 pub mod families;
+pub mod fates;
 pub mod pairs;
 pub mod runner;
 pub mod sample;

@@ -5,10 +5,11 @@
 
 use std::collections::HashMap;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use drafthorse_control::{FinishReason, SamplingParams, TokenId};
 use drafthorse_engine::{Engine, EngineConfig, EngineError, Event, Request, RequestId};
+use drafthorse_tests::fates::{Fate, wait_until_idle};
 use drafthorse_tests::tiny::{self, END, VOCAB};
 use drafthorse_worker::{SpeculateConfig, WorkerConfig};
 use rand::rngs::StdRng;
@@ -70,16 +71,6 @@ fn job(random: &mut StdRng) -> Job {
     Job { prompt, sampling, text: Vec::new() }
 }
 
-/// What is done to a request besides letting it run.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Fate {
-    Ends,
-    TimesOut,
-    CancelledAfter(usize),
-    FinishedAfter(usize),
-    DeafAfter(usize),
-}
-
 fn fate(random: &mut StdRng) -> Fate {
     let after = random.random_range(1..10);
     match random.random_range(0..20) {
@@ -92,18 +83,7 @@ fn fate(random: &mut StdRng) -> Fate {
 }
 
 fn submit(engine: &Engine, id: u64, job: &Job, fate: Fate, priority: u32, sender: Sender<(u64, Option<Event>)>) {
-    let mut heard = 0;
-    let sink = move |event: Event| {
-        if let (Event::Tokens(tokens), Fate::DeafAfter(after)) = (&event, fate) {
-            heard += tokens.ids.len();
-            if heard >= after {
-                let _ = sender.send((id, None));
-                return false;
-            }
-        }
-        sender.send((id, Some(event))).is_ok()
-    };
-    let mut request = Request::new(RequestId(id), job.prompt.clone(), job.sampling.clone(), Box::new(sink));
+    let mut request = Request::new(RequestId(id), job.prompt.clone(), job.sampling.clone(), fate.sink(id, sender));
     request.priority = priority;
     if fate == Fate::TimesOut {
         request.queue_timeout = Some(Duration::from_micros(u64::from(job.sampling.max_tokens) * 40));
@@ -148,14 +128,7 @@ fn hear(engine: &Engine, jobs: &[Job], id: u64, event: Option<Event>, running: &
         Some(Event::Tokens(tokens)) => {
             running.output.extend(tokens.ids);
             assert!(text.starts_with(&running.output), "request {id} strays from what job {} says alone", running.job);
-            let len = running.output.len();
-            match running.fate {
-                Fate::CancelledAfter(after) if len >= after => engine.cancel(RequestId(id)),
-                Fate::FinishedAfter(after) if len >= after => {
-                    engine.finish(RequestId(id), FinishReason::Stop, after);
-                }
-                _ => {}
-            }
+            running.fate.act(engine, id, running.output.len());
             return false;
         }
         Some(Event::Finished(finished)) => {
@@ -223,12 +196,7 @@ fn ten_thousand_random_requests_say_what_each_says_alone_and_leave_nothing_behin
     let (sender, events) = mpsc::channel();
     let seen = load(&engine, &jobs, &events, &sender);
 
-    // A step in flight may hold blocks for a moment longer.
-    let begun = Instant::now();
-    while engine.stats().free_blocks < engine.stats().total_blocks || !engine.is_idle() {
-        assert!(begun.elapsed() < Duration::from_secs(10), "blocks have leaked: {:?}", engine.stats());
-        std::thread::yield_now();
-    }
+    wait_until_idle(&engine);
     let stats = engine.stats();
     println!("{seen:?} {stats:?}");
     assert!(seen.ended > 5000 && seen.cancelled > 200 && seen.timed_out > 20 && seen.deaf > 200, "{seen:?}");

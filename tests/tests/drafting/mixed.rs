@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 use std::sync::mpsc::{self, Sender};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use drafthorse_control::{FinishReason, Grammar, SamplingParams, TokenId};
 use drafthorse_engine::{Engine, EngineError, Event, Request, RequestId, Stats};
+use drafthorse_tests::fates::{Fate, wait_until_idle};
 use drafthorse_tests::pairs::{self, Pair};
 use drafthorse_tests::tiny::{END, VOCAB};
 use drafthorse_worker::SpeculateConfig;
@@ -113,16 +114,6 @@ fn jobs(pair: &Pair) -> Vec<Job> {
     jobs
 }
 
-/// What is done to a request besides letting it run.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Fate {
-    Ends,
-    CancelledAfter(usize),
-    /// As by a stop string.
-    FinishedAfter(usize),
-    DeafAfter(usize),
-}
-
 fn fate(random: &mut StdRng) -> Fate {
     let after = random.random_range(1..12);
     match random.random_range(0..20) {
@@ -134,18 +125,7 @@ fn fate(random: &mut StdRng) -> Fate {
 }
 
 fn submit(engine: &Engine, id: u64, job: &Job, fate: Fate, sender: Sender<(u64, Option<Event>)>) {
-    let mut heard = 0;
-    let sink = move |event: Event| {
-        if let (Event::Tokens(tokens), Fate::DeafAfter(after)) = (&event, fate) {
-            heard += tokens.ids.len();
-            if heard >= after {
-                let _ = sender.send((id, None));
-                return false;
-            }
-        }
-        sender.send((id, Some(event))).is_ok()
-    };
-    let mut request = Request::new(RequestId(id), job.prompt.clone(), job.sampling.clone(), Box::new(sink));
+    let mut request = Request::new(RequestId(id), job.prompt.clone(), job.sampling.clone(), fate.sink(id, sender));
     request.grammar.clone_from(&job.grammar);
     engine.submit(request).unwrap();
 }
@@ -201,12 +181,7 @@ fn hear(
             run.steps += 1;
             run.output.extend(tokens.ids);
             assert!(text.starts_with(&run.output), "request {id} strays from what job {} says alone", run.job);
-            let len = run.output.len();
-            match run.fate {
-                Fate::CancelledAfter(after) if len >= after => engine.cancel(RequestId(id)),
-                Fate::FinishedAfter(after) if len >= after => engine.finish(RequestId(id), FinishReason::Stop, after),
-                _ => {}
-            }
+            run.fate.act(engine, id, run.output.len());
             return false;
         }
         Some(Event::Finished(finished)) => {
@@ -254,12 +229,7 @@ fn mix(engine: &Engine, jobs: &[Job], exact: bool) -> (Seen, Stats) {
             running.remove(&id);
         }
     }
-    // A step in flight may hold blocks for a moment longer.
-    let begun = Instant::now();
-    while engine.stats().free_blocks < engine.stats().total_blocks || !engine.is_idle() {
-        assert!(begun.elapsed() < Duration::from_secs(10), "blocks have leaked: {:?}", engine.stats());
-        std::thread::yield_now();
-    }
+    wait_until_idle(engine);
     let stats = engine.stats();
     assert!(seen.ended > 250 && seen.cancelled > 20 && seen.cut > 20 && seen.deaf > 5, "{seen:?}");
     assert!(stats.prefix_hits > 1000, "{stats:?}");
