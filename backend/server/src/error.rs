@@ -30,6 +30,8 @@ pub enum ServerError {
     NotReady { name: String, reason: String },
     #[error("{waiting} requests are waiting, at most {max} may")]
     Overloaded { waiting: usize, max: usize },
+    #[error("grammars of other requests are still being compiled after {seconds} s; try again")]
+    CompilersBusy { seconds: u64 },
     #[error("the request waited longer than its queue timeout of {micros} us")]
     QueueTimeout { micros: u64 },
     #[error("the request's deadline has passed")]
@@ -115,6 +117,7 @@ impl ServerError {
             ServerError::UnknownModel { .. } | ServerError::UnknownVersion { .. } => Code::NotFound,
             ServerError::NotReady { .. }
             | ServerError::Overloaded { .. }
+            | ServerError::CompilersBusy { .. }
             | ServerError::QueueTimeout { .. }
             | ServerError::Exiting
             | ServerError::EngineStopped { .. }
