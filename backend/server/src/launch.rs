@@ -10,7 +10,7 @@ use drafthorse_proto::inference::ModelConfig;
 use drafthorse_proto::inference::model_config::SchedulingChoice;
 use drafthorse_proto::inference::model_instance_group::Kind;
 use drafthorse_worker::{ActivationDtype, DeviceKind, MlaForm, Progress, SpeculateConfig, WorkerConfig};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use crate::config::ServerConfig;
 use crate::error::{Result, ServerError};
@@ -30,6 +30,7 @@ pub fn load(dir: &ModelDir, version: u64, path: &Path, config: &ServerConfig) ->
     for resolved in settings.iter().filter(|resolved| resolved.source != Source::Default) {
         info!(model = dir.name, setting = resolved.name, value = resolved.value, from = %resolved.source, "set");
     }
+    settings.notices().iter().for_each(|notice| warn!(model = dir.name, "{notice}"));
     check_device(&dir.config, &settings)?;
     let mut worker = worker_config(&settings, path, config.num_threads)?;
     let engine_config = engine_config(&settings, &dir.config)?;

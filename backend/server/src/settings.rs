@@ -11,6 +11,8 @@ use drafthorse_proto::inference::ModelParameter;
 
 use crate::error::{Result, ServerError, nearest_hint};
 
+mod notices;
+
 /// One row of the table of settings.
 #[derive(Debug)]
 pub struct Setting {
@@ -139,6 +141,8 @@ pub struct Resolved {
     pub name: &'static str,
     pub value: String,
     pub source: Source,
+    /// What a flag or the environment says otherwise, where `config.pbtxt` wins.
+    pub overruled: Option<(String, Source)>,
 }
 
 /// All settings of one model, as text.
@@ -164,18 +168,22 @@ impl Settings {
             }
         }
         let resolve = |setting: &Setting, on_gpu: bool| {
-            let parameter = parameters.get(setting.name).map(|parameter| parameter.string_value.clone());
-            let flag = || flags.values.get(setting.name).cloned();
-            let (value, source) = if let Some(value) = parameter {
-                (value, Source::Parameter)
-            } else if let Some(value) = flag() {
-                (value, Source::Flag)
-            } else if let Some(value) = environment(&environment_name(setting.name)) {
-                (value, Source::Environment)
-            } else {
-                (if on_gpu { setting.on_gpu } else { setting.default }.to_owned(), Source::Default)
+            let parameter = parameters.get(setting.name).map(|parameter| parameter.string_value.trim().to_owned());
+            let flag = flags.values.get(setting.name).map(|value| (value.trim().to_owned(), Source::Flag));
+            let given = flag.or_else(|| {
+                let value = environment(&environment_name(setting.name))?;
+                Some((value.trim().to_owned(), Source::Environment))
+            });
+            let default = if on_gpu { setting.on_gpu } else { setting.default };
+            let (value, source, overruled) = match (parameter, given) {
+                (Some(value), given) => {
+                    let overruled = given.filter(|(given, _)| *given != value);
+                    (value, Source::Parameter, overruled)
+                }
+                (None, Some((value, source))) => (value, source, None),
+                (None, None) => (default.to_owned(), Source::Default, None),
             };
-            Resolved { name: setting.name, value: value.trim().to_owned(), source }
+            Resolved { name: setting.name, value, source, overruled }
         };
         let device =
             SETTINGS.iter().find(|setting| setting.name == "device").map(|device| resolve(device, false).value);

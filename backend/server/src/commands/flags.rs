@@ -26,6 +26,9 @@ pub fn flags(args: &FlagsArgs) -> Result<(), String> {
         let value = if resolved.value.is_empty() { "-" } else { &resolved.value };
         text.push_str(&format!("{:<30} {value:<18} {}\n", resolved.name, resolved.source));
     }
+    for notice in settings.notices() {
+        text.push_str(&format!("warning: {notice}\n"));
+    }
     print(&text)?;
     // Prints first, so that the wrong value is seen among the others.
     for path in dir.versions.values() {
