@@ -16,8 +16,9 @@ pub enum ServerError {
     BadInput { field: String, reason: String },
     #[error("{field} is not valid JSON at line {line} column {column}: {reason}")]
     BadJson { field: String, line: usize, column: usize, reason: String },
-    #[error("prompt has {tokens} tokens, the model takes at most {max} with at least one for the answer")]
-    PromptTooLong { tokens: usize, max: usize },
+    /// `at_least` if the tokens were not counted, for there are too many by their bytes alone.
+    #[error("prompt has {}{tokens} tokens, the model takes at most {max} with at least one for the answer", if *at_least { "at least " } else { "" })]
+    PromptTooLong { tokens: usize, at_least: bool, max: usize },
     #[error("the request is larger than {max} bytes")]
     TooLarge { max: usize },
 
@@ -40,8 +41,9 @@ pub enum ServerError {
     Exiting,
     #[error("the engine has stopped: {reason}")]
     EngineStopped { reason: String },
-    #[error("{what} is not supported{hint}")]
-    Unsupported { what: String, hint: String },
+    /// `field` of the request, if it is one.
+    #[error("{what} is not supported")]
+    Unsupported { what: String, field: Option<String> },
     #[error("explicit model load and unload need --model-control-mode=explicit")]
     NotExplicit,
     #[error("the request was cancelled")]
@@ -94,7 +96,23 @@ impl ServerError {
 
     /// Something this server does not do.
     pub fn unsupported(what: impl Into<String>) -> Self {
-        ServerError::Unsupported { what: what.into(), hint: String::new() }
+        ServerError::Unsupported { what: what.into(), field: None }
+    }
+
+    /// A field of the request that asks for something this server does not do.
+    pub fn unsupported_field(field: impl Into<String>, what: impl Into<String>) -> Self {
+        ServerError::Unsupported { what: what.into(), field: Some(field.into()) }
+    }
+
+    /// The same of a field that the caller knows by another name.
+    #[must_use]
+    pub fn renamed(mut self, from: &str, to: &str) -> Self {
+        if let ServerError::BadInput { field, .. } | ServerError::BadJson { field, .. } = &mut self
+            && field == from
+        {
+            to.clone_into(field);
+        }
+        self
     }
 
     pub fn internal(reason: impl std::fmt::Display) -> Self {
@@ -163,7 +181,9 @@ impl From<EngineError> for ServerError {
         match error {
             EngineError::EmptyPrompt => ServerError::bad_input("prompt", "must not be empty"),
             // The engine counts without the first token of the answer.
-            EngineError::PromptTooLong { tokens, max } => ServerError::PromptTooLong { tokens, max: max + 1 },
+            EngineError::PromptTooLong { tokens, max } => {
+                ServerError::PromptTooLong { tokens, at_least: false, max: max + 1 }
+            }
             EngineError::NoOutput => ServerError::bad_input("max_tokens", "is 0, must be at least 1"),
             EngineError::TooManyTokens { .. } | EngineError::CacheTooSmall { .. } => {
                 ServerError::bad_input("max_tokens", error.to_string())
@@ -210,7 +230,7 @@ mod tests {
             let status = Status::from(error);
             format!("{:?} {http} {}", status.code(), status.message())
         };
-        let too_long = ServerError::PromptTooLong { tokens: 9000, max: 8192 };
+        let too_long = ServerError::PromptTooLong { tokens: 9000, at_least: false, max: 8192 };
         assert_eq!(
             said(too_long),
             "InvalidArgument 400 prompt has 9000 tokens, the model takes at most 8192 with at least one for the answer"

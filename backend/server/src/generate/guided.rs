@@ -27,7 +27,10 @@ impl ServedModel {
 
     async fn compile_within(&self, guided: &Guided, most: Duration) -> Result<Arc<Compiled>> {
         let Some(grammars) = self.grammars() else {
-            return Err(ServerError::unsupported(format!("{} with this model's tokenizer", guided.field)));
+            return Err(ServerError::unsupported_field(
+                &guided.field,
+                format!("{} with this model's tokenizer", guided.field),
+            ));
         };
         if let Some(known) = grammars.known(&guided.grammar) {
             return Ok(known);

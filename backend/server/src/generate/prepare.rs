@@ -82,10 +82,7 @@ impl ServedModel {
         // Megabytes too much need not be cut into tokens to know it.
         let fewest = self.tokenizer().fewest_tokens(text.len());
         if fewest >= self.max_len() && params.truncate_prompt_tokens.is_none() {
-            let max = self.max_len();
-            let reason =
-                format!("has at least {fewest} tokens, the model takes at most {max} with at least one for the answer");
-            return Err(ServerError::bad_input("prompt", reason));
+            return Err(ServerError::PromptTooLong { tokens: fewest, at_least: true, max: self.max_len() });
         }
         let tokens = self.tokenizer().encode(text, add_special_tokens).await?;
         self.check_prompt(tokens, params)
@@ -106,7 +103,7 @@ impl ServedModel {
             tokens.drain(..tokens.len().saturating_sub(keep));
         }
         if tokens.len() >= max {
-            return Err(ServerError::PromptTooLong { tokens: tokens.len(), max });
+            return Err(ServerError::PromptTooLong { tokens: tokens.len(), at_least: false, max });
         }
         match params.max_tokens {
             Some(answer) if tokens.len() + answer as usize > max => {

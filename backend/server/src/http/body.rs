@@ -11,6 +11,9 @@ use serde_json::{Map, Value};
 use crate::app::App;
 use crate::error::{Result, ServerError};
 
+/// What a body as a whole is called in messages.
+pub(super) const BODY: &str = "body";
+
 /// Time that a client has to send a body.
 const BODY_TIME: Duration = Duration::from_secs(60);
 
@@ -25,13 +28,13 @@ impl FromRequest<std::sync::Arc<App>> for Body {
         let read = tokio::time::timeout(BODY_TIME, Bytes::from_request(request, app)).await;
         let Ok(read) = read else {
             let reason = format!("did not come within {} s", BODY_TIME.as_secs());
-            return Ok(Body(Err(ServerError::bad_input("body", reason))));
+            return Ok(Body(Err(ServerError::bad_input(BODY, reason))));
         };
         let bytes = read.map_err(|rejection| {
             let reason = rejection.body_text();
             match rejection.into_response().status() {
                 StatusCode::PAYLOAD_TOO_LARGE => ServerError::TooLarge { max: app.config.http_max_input_size },
-                _ => ServerError::bad_input("body", reason),
+                _ => ServerError::bad_input(BODY, reason),
             }
         });
         Ok(Body(bytes))
@@ -62,7 +65,7 @@ impl Body {
 pub(super) fn object(bytes: &[u8]) -> Result<Map<String, Value>> {
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(ServerError::bad_input("body", "must be a JSON object")),
-        Err(error) => Err(ServerError::bad_json("body", &error)),
+        Ok(_) => Err(ServerError::bad_input(BODY, "must be a JSON object")),
+        Err(error) => Err(ServerError::bad_json(BODY, &error)),
     }
 }

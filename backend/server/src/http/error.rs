@@ -5,6 +5,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
+use super::body::BODY;
 use crate::error::ServerError;
 
 /// An error of a KServe route.
@@ -25,34 +26,37 @@ impl IntoResponse for KserveError {
 
 /// An error of an OpenAI route.
 #[derive(Debug)]
-pub(super) struct OpenAiError(pub(super) ServerError);
+pub(super) struct OpenAiError {
+    pub(super) error: ServerError,
+    /// What the route calls the prompt.
+    pub(super) prompt: &'static str,
+}
 
 impl From<ServerError> for OpenAiError {
     fn from(error: ServerError) -> Self {
-        OpenAiError(error)
+        OpenAiError { error, prompt: "prompt" }
     }
 }
 
 impl OpenAiError {
     pub(super) fn body(&self) -> Value {
-        let (param, code) = match &self.0 {
+        let (param, code) = match &self.error {
+            // The body as a whole is no parameter.
+            ServerError::BadInput { field, .. } | ServerError::BadJson { field, .. } if field == BODY => (None, None),
             ServerError::BadInput { field, .. } | ServerError::BadJson { field, .. } => (Some(field.as_str()), None),
-            ServerError::PromptTooLong { .. } => (Some("messages"), Some("context_length_exceeded")),
+            ServerError::PromptTooLong { .. } => (Some(self.prompt), Some("context_length_exceeded")),
             ServerError::UnknownModel { .. } | ServerError::UnknownVersion { .. } => {
                 (Some("model"), Some("model_not_found"))
             }
-            // `parameter n above 1`, `response_format json_object`.
-            ServerError::Unsupported { what, .. } => {
-                (what.strip_prefix("parameter ").unwrap_or(what).split(' ').next(), None)
-            }
+            ServerError::Unsupported { field, .. } => (field.as_deref(), None),
             _ => (None, None),
         };
-        error_object(self.status(), &self.0.to_string(), param, code)
+        error_object(self.status(), &self.error.to_string(), param, code)
     }
 
     /// Clients of this API try again after 501 as after any 5xx, and would be told the same.
     fn status(&self) -> StatusCode {
-        match &self.0 {
+        match &self.error {
             ServerError::Unsupported { .. } => StatusCode::BAD_REQUEST,
             error => error.http_status(),
         }

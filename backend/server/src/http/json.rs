@@ -11,6 +11,7 @@ use drafthorse_proto::inference::{
 };
 use serde_json::{Map, Value, json};
 
+use super::body::BODY;
 use crate::error::{Result, ServerError};
 
 /// The parameter that says how many bytes of an input follow the JSON.
@@ -63,10 +64,7 @@ pub(super) fn read_request(
         request.raw_input_contents.push(raw);
     }
     if !binary.is_empty() {
-        return Err(ServerError::bad_input(
-            "body",
-            format!("unexpected additional input data: {} bytes", binary.len()),
-        ));
+        return Err(ServerError::bad_input(BODY, format!("unexpected additional input data: {} bytes", binary.len())));
     }
     if let Some(outputs) = body.remove("outputs") {
         for output in list(Some(outputs), "outputs")? {

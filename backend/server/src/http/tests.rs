@@ -1,5 +1,7 @@
 //! Requests to the router, answered by a scripted model.
 
+mod refusals;
+
 use std::sync::Arc;
 
 use axum::body::{Body, to_bytes};
@@ -478,7 +480,7 @@ async fn chat_refuses_by_name() {
     assert_eq!(refused(json!({"stream_options": {}})).await, "400 stream_options: needs stream to be true");
     assert_eq!(refused(json!({"max_tokens": 0})).await, "400 max_tokens: must be at least 1, is 0");
     let error = door.post(CHAT, "{").await.json()["error"].clone();
-    assert_eq!((&error["type"], &error["param"]), (&json!("invalid_request_error"), &json!("body")));
+    assert_eq!((&error["type"], &error["param"]), (&json!("invalid_request_error"), &Value::Null));
     let tools =
         json!({"model": "llm", "messages": [{"role": "user", "content": "u"}], "tools": [{"type": "function"}]});
     let error = door.post(CHAT, tools).await.json()["error"].clone();

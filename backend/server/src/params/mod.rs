@@ -6,6 +6,7 @@
 mod field;
 mod gbnf;
 mod guided;
+mod merge;
 mod tags;
 #[cfg(test)]
 mod tests;
@@ -16,6 +17,7 @@ use serde_json::{Map, Value};
 use crate::error::{Result, ServerError, nearest_hint};
 use field::{Field, MAX_STOP_TOKENS, shown};
 pub use guided::Guided;
+pub use merge::Given;
 
 /// Most choices of a request, those that `best_of` drops among them.
 const MAX_CHOICES: u32 = 128;
@@ -180,18 +182,26 @@ const NOT_SUPPORTED: [&str; 8] = [
     "length_penalty",
 ];
 
+/// A JSON object in a text, the `sampling_parameters` of vLLM's tensors; `null` is an empty one. `field` is its name in messages.
+///
+/// # Errors
+/// `BadJson` with the position, or `BadInput` if it is no object.
+pub fn object(field: &str, text: &str) -> Result<Map<String, Value>> {
+    match serde_json::from_str(text).map_err(|error| ServerError::bad_json(field, &error))? {
+        Value::Object(map) => Ok(map),
+        Value::Null => Ok(Map::new()),
+        other => Err(ServerError::bad_input(field, format!("must be a JSON object, is {}", shown(&other)))),
+    }
+}
+
 impl GenerateParams {
-    /// Parses a JSON object, the `sampling_parameters` of vLLM's tensors; `field` is its name in messages.
+    /// Parses a JSON object; `field` is its name in messages.
     ///
     /// # Errors
-    /// `BadJson` with the position; otherwise as [`from_map`](Self::from_map).
+    /// As [`object`] and [`from_map`](Self::from_map).
+    #[cfg(test)]
     pub fn from_json(field: &str, text: &str) -> Result<Self> {
-        let value: Value = serde_json::from_str(text).map_err(|error| ServerError::bad_json(field, &error))?;
-        match value {
-            Value::Object(map) => Self::from_map(&map),
-            Value::Null => Ok(Self::default()),
-            other => Err(ServerError::bad_input(field, format!("must be a JSON object, is {}", shown(&other)))),
-        }
+        Self::from_map(&object(field, text)?)
     }
 
     /// Reads all keys of `map`. A key that is not known is noted in [`warnings`](Self::warnings), for a strict model to refuse;
@@ -226,7 +236,11 @@ impl GenerateParams {
                 Value::Array(items) => items.is_empty(),
                 other => key == "length_penalty" && other.as_f64() == Some(1.0),
             };
-            return if neutral { Ok(true) } else { Err(ServerError::unsupported(format!("parameter {key}"))) };
+            return if neutral {
+                Ok(true)
+            } else {
+                Err(ServerError::unsupported_field(key, format!("parameter {key}")))
+            };
         }
         if value.is_null() {
             return Ok(KNOWN.contains(&key));
@@ -282,7 +296,7 @@ impl GenerateParams {
             }
             "detokenize" => {
                 if !field.boolean()? {
-                    return Err(ServerError::unsupported("parameter detokenize=false"));
+                    return Err(ServerError::unsupported_field(key, "parameter detokenize=false"));
                 }
             }
             _ => return Ok(false),

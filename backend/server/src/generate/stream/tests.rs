@@ -116,7 +116,7 @@ async fn what_can_never_run_is_refused_with_the_reason() {
     assert_eq!(refused("y".repeat(256), "{}").await, too_long);
     let far_too_long = refused("y".repeat(10 << 20), "{}").await;
     assert!(
-        far_too_long.starts_with("prompt: has at least 291271 tokens, the model takes at most 256 "),
+        far_too_long.starts_with("prompt has at least 291271 tokens, the model takes at most 256 "),
         "{far_too_long}"
     );
     assert_eq!(

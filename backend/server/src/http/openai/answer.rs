@@ -188,7 +188,7 @@ impl<F: Form> Events<F> {
 
 fn failed(error: ServerError) -> Bytes {
     let mut bytes = BytesMut::new();
-    bytes.put(sse::event(&OpenAiError(error).body()));
+    bytes.put(sse::event(&OpenAiError::from(error).body()));
     bytes.put(sse::done());
     bytes.freeze()
 }

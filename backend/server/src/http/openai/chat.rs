@@ -18,11 +18,12 @@ use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, ServedModel};
 use crate::text::chat::Chat;
 
 pub(super) async fn chat_completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, OpenAiError> {
-    Ok(Box::pin(complete(&app, body)).await?)
+    let fields = Fields::new(body.object()?);
+    let words = fields.words("messages");
+    Box::pin(complete(&app, fields)).await.map_err(words)
 }
 
-async fn complete(app: &App, body: Body) -> Result<Response> {
-    let mut fields = Fields::new(body.object()?);
+async fn complete(app: &App, mut fields: Fields) -> Result<Response> {
     let admission = app.admit()?;
     let model = fields.model(app)?;
     let streaming = fields.stream()?;
@@ -76,10 +77,10 @@ fn chat(fields: &mut Fields) -> Result<Chat> {
         Some(_) => return Err(ServerError::bad_input("add_generation_prompt", "must be true or false")),
     };
     if fields.flag("continue_final_message")? {
-        return Err(ServerError::unsupported("parameter continue_final_message"));
+        return Err(ServerError::unsupported_field("continue_final_message", "parameter continue_final_message"));
     }
     if fields.take("chat_template").is_some() {
-        return Err(ServerError::unsupported("a chat_template of the request's own"));
+        return Err(ServerError::unsupported_field("chat_template", "a chat_template of the request's own"));
     }
     let variables = match fields.take("chat_template_kwargs") {
         None => Map::new(),

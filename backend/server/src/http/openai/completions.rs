@@ -21,11 +21,12 @@ use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, ServedModel};
 const MAX_PROMPTS: usize = 64;
 
 pub(super) async fn completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, OpenAiError> {
-    Ok(Box::pin(complete(&app, body)).await?)
+    let fields = Fields::new(body.object()?);
+    let words = fields.words("prompt");
+    Box::pin(complete(&app, fields)).await.map_err(words)
 }
 
-async fn complete(app: &App, body: Body) -> Result<Response> {
-    let mut fields = Fields::new(body.object()?);
+async fn complete(app: &App, mut fields: Fields) -> Result<Response> {
     let admission = app.admit()?;
     let model = fields.model(app)?;
     let streaming = fields.stream()?;

@@ -4,10 +4,15 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
+use super::super::error::OpenAiError;
 use crate::app::App;
 use crate::error::{Result, ServerError};
 use crate::generate::ServedModel;
-use crate::params::GenerateParams;
+use crate::params::{GenerateParams, Given};
+
+const MAX_TOKENS: &str = "max_tokens";
+/// OpenAI's newer name for it.
+const MAX_COMPLETION_TOKENS: &str = "max_completion_tokens";
 
 /// Keys that clients send and that change nothing here.
 const WITHOUT_EFFECT: [&str; 9] = [
@@ -71,8 +76,32 @@ impl Fields {
         if options.is_some() && !stream {
             return Err(ServerError::bad_input("stream_options", "needs stream to be true"));
         }
-        let include_usage = options.is_some_and(|options| options["include_usage"] == true);
+        let mut include_usage = false;
+        for (key, value) in options.as_ref().and_then(Value::as_object).into_iter().flatten() {
+            let field = format!("stream_options.{key}");
+            let wanted = match value {
+                Value::Null => false,
+                Value::Bool(wanted) => *wanted,
+                _ => return Err(ServerError::bad_input(field, "must be true or false")),
+            };
+            match key.as_str() {
+                "include_usage" => include_usage = wanted,
+                // Deltas have no padding to leave out.
+                "include_obfuscation" => {}
+                _ if !wanted => {}
+                _ => return Err(ServerError::unsupported_field(&field, &field)),
+            }
+        }
         Ok(Streaming { stream, include_usage })
+    }
+
+    /// An error in the words of this body: what the prompt, and most tokens of the answer, are called in it.
+    pub(super) fn words(&self, prompt: &'static str) -> impl Fn(ServerError) -> OpenAiError + use<> {
+        let max_tokens = if self.body.contains_key(MAX_COMPLETION_TOKENS) { MAX_COMPLETION_TOKENS } else { MAX_TOKENS };
+        move |error| {
+            let error = error.renamed("prompt", prompt).renamed(MAX_TOKENS, max_tokens);
+            OpenAiError { error, prompt }
+        }
     }
 
     /// What is left, with the names of OpenAI's that differ; `None` of `logprobs` stands for what the route has taken itself.
@@ -80,8 +109,10 @@ impl Fields {
     /// # Errors
     /// As [`GenerateParams::from_map`], and for what needs a feature that is not there.
     pub(super) fn params(mut self) -> Result<GenerateParams> {
-        if let Some(max_tokens) = self.take("max_completion_tokens") {
-            self.body.insert("max_tokens".into(), max_tokens);
+        if let Some(max_tokens) = self.take(MAX_COMPLETION_TOKENS) {
+            let newer = Map::from_iter([(MAX_TOKENS.to_owned(), max_tokens)]);
+            let newer = Given { map: newer, place: MAX_COMPLETION_TOKENS };
+            self.body = newer.and(Given { map: self.body, place: MAX_TOKENS })?;
         }
         for key in WITHOUT_EFFECT {
             self.body.shift_remove(key);
@@ -104,12 +135,17 @@ impl Fields {
                 Some(_) => false,
             };
             if !neutral {
-                return Err(ServerError::unsupported(format!("parameter {key}")));
+                return Err(ServerError::unsupported_field(key, format!("parameter {key}")));
             }
         }
         // Without tools there is nothing to choose.
-        self.take("tool_choice");
-        self.take("function_call");
+        for key in ["tool_choice", "function_call"] {
+            match self.take(key) {
+                None => {}
+                Some(Value::String(choice)) if choice == "none" || choice == "auto" => {}
+                Some(_) => return Err(ServerError::bad_input(key, "needs tools, which are not supported")),
+            }
+        }
         GenerateParams::from_map(&self.body)
     }
 }

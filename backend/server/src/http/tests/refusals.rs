@@ -1,0 +1,127 @@
+//! What is wrong with a request, and the parameter that is named for it.
+
+use super::*;
+
+const COMPLETIONS: &str = "/v1/completions";
+
+/// A body that is right, with `more` in it.
+fn body(path: &str, more: &Value) -> Value {
+    let mut body = match path {
+        CHAT => json!({"model": "llm", "messages": [{"role": "user", "content": "u"}]}),
+        COMPLETIONS => json!({"model": "llm", "prompt": "u"}),
+        _ => json!({"text_input": "u"}),
+    };
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+#[tokio::test]
+async fn an_error_of_openais_routes_names_the_parameter_of_the_body() {
+    let door = Door::to("x");
+    let wrong = async |path: &str, more: Value, param: &str, said: &str| {
+        let reply = door.post(path, body(path, &more)).await;
+        let error = reply.json()["error"].clone();
+        assert_eq!((reply.status, &error["param"]), (400, &json!(param)), "{path} {param}: {error}");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(said), "{path} {param}: {message}");
+        assert_eq!(error["type"], "invalid_request_error", "{path} {param}");
+    };
+    // Alike on both routes.
+    for path in [CHAT, COMPLETIONS] {
+        for (more, param, said) in [
+            (json!({"model": 5}), "model", "must be a string"),
+            (json!({"stream": "yes"}), "stream", "must be true or false"),
+            (json!({"stream_options": {}}), "stream_options", "needs stream"),
+            (json!({"stream_options": 1}), "stream_options", "must be an object"),
+            (
+                json!({"stream": true, "stream_options": {"include_usage": "yes"}}),
+                "stream_options.include_usage",
+                "must be true or false",
+            ),
+            (
+                json!({"stream": true, "stream_options": {"continuous_usage_stats": true}}),
+                "stream_options.continuous_usage_stats",
+                "is not supported",
+            ),
+            (json!({"temperature": -1}), "temperature", "must be 0 or more, is -1"),
+            (json!({"temperature": {}}), "temperature", "must be a number 0 or more, is an object"),
+            (json!({"top_p": 0}), "top_p", "must be in (0, 1], is 0"),
+            (json!({"n": 0}), "n", "must be at least 1, is 0"),
+            (json!({"n": 2, "best_of": 1}), "best_of", "must be at least n"),
+            (json!({"max_tokens": 0}), "max_tokens", "must be at least 1"),
+            (json!({"max_completion_tokens": 0}), "max_completion_tokens", "max_completion_tokens: must be at least 1"),
+            (json!({"max_completion_tokens": "x"}), "max_completion_tokens", "must be a whole number"),
+            (json!({"max_tokens": 1000}), "max_tokens", "max_tokens: is 1000, which with the prompt's"),
+            (json!({"max_completion_tokens": 1000}), "max_completion_tokens", "is 1000, which with the prompt's"),
+            (json!({"max_completion_tokens": 1, "max_tokens": 2}), "max_completion_tokens", "and 2 in max_tokens"),
+            (json!({"min_tokens": 5, "max_tokens": 2}), "min_tokens", "must be at most max_tokens"),
+            (json!({"stop": [""]}), "stop", "has an empty string"),
+            (json!({"stop_token_ids": [1, "x"]}), "stop_token_ids[1]", "must be a token id"),
+            (json!({"stop_token_ids": [100_000]}), "stop_token_ids", "has token 100000"),
+            (json!({"logit_bias": {"1": 200}}), "logit_bias[1]", "must be a number in [-100, 100]"),
+            (json!({"response_format": {"type": "xml"}}), "response_format.type", "must be text"),
+            (json!({"guided_regex": "("}), "guided_regex", "unclosed group"),
+            (json!({"guided_regex": "a", "guided_choice": ["b"]}), "guided_choice", "does not go with guided_regex"),
+            (json!({"structured_outputs": {"json": 5}}), "structured_outputs.json", "must be a JSON schema"),
+            (json!({"structured_outputs": {"jsn": {}}}), "structured_outputs.jsn", "no such constraint"),
+            (json!({"guided_grammar": "start: b"}), "guided_grammar", "unknown name"),
+            (json!({"use_beam_search": true}), "use_beam_search", "is not supported"),
+            (json!({"detokenize": false}), "detokenize", "is not supported"),
+            (json!({"logits_processors": ["x"]}), "logits_processors", "is not supported"),
+            (json!({"suffix": "x"}), "suffix", "is not supported"),
+            (json!({"tool_choice": "required"}), "tool_choice", "needs tools"),
+            (json!({"function_call": {"name": "f"}}), "function_call", "needs tools"),
+            (json!({"truncate_prompt_tokens": 0}), "truncate_prompt_tokens", "must be -1"),
+            (json!({"speculate_max_draft_token_num": 9}), "speculate_max_draft_token_num", "must be at most"),
+            (json!({"prompt_logprobs": 0, "stream": true}), "prompt_logprobs", "does not go with a stream"),
+        ] {
+            wrong(path, more, param, said).await;
+        }
+    }
+    for (more, param, said) in [
+        (json!({"messages": [{"role": "user"}]}), "messages[0].content", "is missing"),
+        (json!({"messages": [{"role": "user", "content": "y".repeat(300)}]}), "messages", "prompt has 306 tokens"),
+        (json!({"messages": [{"role": "user", "content": "y".repeat(20_000)}]}), "messages", "prompt has at least"),
+        (json!({"chat_template": "{{ x }}"}), "chat_template", "a chat_template of the request's own"),
+        (json!({"chat_template_kwargs": []}), "chat_template_kwargs", "must be an object"),
+        (json!({"continue_final_message": true}), "continue_final_message", "is not supported"),
+        (json!({"add_generation_prompt": 1}), "add_generation_prompt", "must be true or false"),
+        (json!({"logprobs": 2}), "logprobs", "must be true or false"),
+        (json!({"top_logprobs": 2}), "top_logprobs", "needs logprobs"),
+        (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs", "must be at most 20"),
+    ] {
+        wrong(CHAT, more, param, said).await;
+    }
+    for (more, param, said) in [
+        (json!({"prompt": null}), "prompt", "is missing"),
+        (json!({"prompt": null, "echo": true}), "prompt", "is missing"),
+        (json!({"prompt": ""}), "prompt", "is empty"),
+        (json!({"prompt": [1, "x"]}), "prompt", "must be a string"),
+        (json!({"prompt": [100_000]}), "prompt", "outside the vocabulary"),
+        (json!({"prompt": "y".repeat(300)}), "prompt", "prompt has 300 tokens"),
+        (json!({"prompt": "y".repeat(20_000)}), "prompt", "prompt has at least"),
+        (json!({"echo": "yes"}), "echo", "must be true or false"),
+        (json!({"logprobs": 21}), "logprobs", "must be at most 20"),
+    ] {
+        wrong(COMPLETIONS, more, param, said).await;
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_too_long_has_openais_code_for_it_and_a_broken_body_no_parameter() {
+    let door = Door::to("x");
+    for length in [300, 20_000] {
+        let error = door.post(COMPLETIONS, json!({"prompt": "y".repeat(length)})).await.json()["error"].clone();
+        assert_eq!((&error["param"], &error["code"]), (&json!("prompt"), &json!("context_length_exceeded")), "{error}");
+    }
+    for broken in ["{", "[]", ""] {
+        for path in [CHAT, COMPLETIONS] {
+            let reply = door.post(path, broken).await;
+            let error = reply.json()["error"].clone();
+            assert_eq!((reply.status, &error["param"]), (400, &Value::Null), "{path} {broken}: {error}");
+        }
+    }
+    let unknown = door.post(COMPLETIONS, json!({"model": "no", "prompt": "u"})).await;
+    let error = &unknown.json()["error"];
+    assert_eq!((unknown.status, &error["param"], &error["code"]), (404, &json!("model"), &json!("model_not_found")));
+}
