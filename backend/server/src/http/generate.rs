@@ -23,6 +23,7 @@ use super::sse;
 use crate::app::{Admission, App};
 use crate::error::{Result, ServerError};
 use crate::generate::{Choices, Chunk};
+use crate::params::{Given, object};
 use crate::repository::dialect::{INPUTS, SAMPLING_PARAMETERS, STREAM, wire_name};
 use crate::service::infer::{Answer, Call};
 
@@ -130,8 +131,8 @@ impl Flat {
             Some(_) => return Err(ServerError::bad_input("parameters", "must be an object")),
         };
         let mut flat = Flat { id, tensors: Map::new(), parameters: Map::new(), sampling: Map::new() };
-        // What stands on top wins over what is nested.
-        for (key, value) in nested.into_iter().chain(body) {
+        let on_top = Given { map: body, place: "the body" };
+        for (key, value) in on_top.and(Given { map: nested, place: "its parameters" })? {
             let tensor = INPUTS.iter().find(|input| input.name == key);
             if let Some(tensor) = tensor {
                 let value = match (tensor.data_type, value) {
@@ -156,14 +157,25 @@ impl Flat {
     /// The request in the protocol's form.
     fn request(mut self, app: &App, named: Named) -> Result<ModelInferRequest> {
         let batched = app.repository.model(&named.model, &named.version)?.config.max_batch_size > 0;
-        match self.tensors.get_mut(SAMPLING_PARAMETERS) {
+        let given = match self.tensors.get(SAMPLING_PARAMETERS) {
+            None | Some(Value::Null) => Some(Map::new()),
             // An object where JSON text is meant.
-            Some(given @ Value::Object(_)) => *given = given.to_string().into(),
-            Some(_) => {}
-            None if self.sampling.is_empty() => {}
+            Some(Value::Object(given)) => Some(given.clone()),
+            Some(Value::String(json)) => Some(object(SAMPLING_PARAMETERS, json)?),
+            // A list of one text, and what is no text at all.
+            Some(_) => None,
+        };
+        let beside = Given { map: std::mem::take(&mut self.sampling), place: "the body" };
+        match given {
+            Some(map) => {
+                let all = Given { map, place: SAMPLING_PARAMETERS }.and(beside)?;
+                let json = (!all.is_empty()).then(|| Value::Object(all).to_string().into());
+                self.tensors.insert(SAMPLING_PARAMETERS.into(), json.unwrap_or_default());
+            }
+            None if beside.map.is_empty() => {}
             None => {
-                let json = Value::Object(std::mem::take(&mut self.sampling)).to_string();
-                self.tensors.insert(SAMPLING_PARAMETERS.into(), json.into());
+                let reason = "must be an object, or a text that holds one, where parameters stand beside it";
+                return Err(ServerError::bad_input(SAMPLING_PARAMETERS, reason));
             }
         }
         let inputs = INPUTS.iter().filter_map(|input| {

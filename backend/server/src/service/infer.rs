@@ -13,7 +13,7 @@ use super::tensors::{Elements, Form, Inputs, Output, encode, requested_outputs};
 use crate::app::App;
 use crate::error::{Result, ServerError};
 use crate::generate::{Chunk, Dialect, GenerateRequest, Prompt, logprobs};
-use crate::params::GenerateParams;
+use crate::params::{GenerateParams, Given, object};
 use crate::repository::Model;
 use crate::repository::dialect::{
     ACCEPTANCE_RATE, ACCEPTED_DRAFTS, CUMULATIVE_LOGPROB, DRAFTS, EXCLUDE_INPUT, FINISH_REASON, LOGPROBS,
@@ -102,12 +102,22 @@ impl Call {
         if prompt.is_empty() {
             return Err(ServerError::bad_input(format!("input '{TEXT_INPUT}'"), "the prompt is empty"));
         }
-        let mut params = match inputs.text(SAMPLING_PARAMETERS)? {
-            Some(json) => GenerateParams::from_json(SAMPLING_PARAMETERS, json)?,
-            None => GenerateParams::from_map(&parameters.sampling)?,
+        let sampling = match inputs.text(SAMPLING_PARAMETERS)? {
+            Some(json) => {
+                let tensor = Given { map: object(SAMPLING_PARAMETERS, json)?, place: SAMPLING_PARAMETERS };
+                tensor.and(Given { map: parameters.sampling, place: "the request's parameters" })?
+            }
+            None => parameters.sampling,
         };
-        if parameters.priority > 0 {
-            params.priority = parameters.priority;
+        let mut params = GenerateParams::from_map(&sampling)?;
+        match (params.priority, parameters.priority) {
+            (_, 0) => {}
+            (0, level) => params.priority = level,
+            (first, second) if first == second => {}
+            (first, second) => {
+                let reason = format!("is {first} among the sampling parameters and {second} beside them: give it once");
+                return Err(ServerError::bad_input("priority", reason));
+            }
         }
         if stream {
             params.check_stream()?;

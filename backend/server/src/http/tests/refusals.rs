@@ -125,3 +125,55 @@ async fn a_prompt_that_is_too_long_has_openais_code_for_it_and_a_broken_body_no_
     let error = &unknown.json()["error"];
     assert_eq!((unknown.status, &error["param"], &error["code"]), (404, &json!("model"), &json!("model_not_found")));
 }
+
+#[tokio::test]
+async fn parameters_that_come_by_two_ways_count_all_and_two_values_are_refused() {
+    let door = Door::to("abcd");
+    let text = async |more: Value| {
+        let reply = door.post(GENERATE, body(GENERATE, &more)).await;
+        reply.json()["text_output"].as_str().map(str::to_owned).unwrap_or_else(|| reply.text())
+    };
+    assert_eq!(text(json!({"sampling_parameters": "{\"max_tokens\": 3}", "stop": ["b"]})).await, "ua");
+    assert_eq!(text(json!({"sampling_parameters": {"max_tokens": 3}, "parameters": {"stop": ["b"]}})).await, "ua");
+    assert_eq!(text(json!({"sampling_parameters": {"max_tokens": 3}, "max_tokens": "3"})).await, "uabc");
+    assert_eq!(text(json!({"sampling_parameters": ["{\"max_tokens\": 3}"]})).await, "uabc");
+    let refused = async |more: Value| door.refused(GENERATE, body(GENERATE, &more)).await;
+    assert_eq!(
+        refused(json!({"sampling_parameters": {"max_tokens": 3}, "max_tokens": 4})).await,
+        "400 max_tokens: is 3 in sampling_parameters and 4 in the body: give it once"
+    );
+    assert_eq!(
+        refused(json!({"max_tokens": 3, "parameters": {"max_tokens": 4}})).await,
+        "400 max_tokens: is 3 in the body and 4 in its parameters: give it once"
+    );
+    assert_eq!(
+        refused(json!({"sampling_parameters": ["{}"], "max_tokens": 4})).await,
+        "400 sampling_parameters: must be an object, or a text that holds one, where parameters stand beside it"
+    );
+    assert_eq!(
+        refused(json!({"sampling_parameters": {"priority": 2}, "priority": 3})).await,
+        "400 priority: is 2 among the sampling parameters and 3 beside them: give it once"
+    );
+    // As the protocol's own form has it: a tensor, and the request's parameters.
+    let infer = async |parameters: Value| {
+        let input = |name: &str, text: &str| json!({"name": name, "datatype": "BYTES", "shape": [1], "data": [text]});
+        let inputs = [input("text_input", "u"), input("sampling_parameters", "{\"max_tokens\": 3}")];
+        let reply = door.post("/v2/models/llm/infer", json!({"inputs": inputs, "parameters": parameters})).await;
+        let json = reply.json();
+        let text = json["outputs"][0]["data"][0].as_str().or(json["error"].as_str()).unwrap_or("nothing");
+        (reply.status, text.to_owned(), json["parameters"]["warnings"].clone())
+    };
+    assert_eq!(infer(json!({"stop": "b"})).await, (200, "ua".into(), Value::Null));
+    let warning = json!("color: no such parameter");
+    let (status, text, warnings) = infer(json!({"color": "red"})).await;
+    assert_eq!((status, &*text), (200, "uabc"));
+    assert!(warnings.as_str().unwrap().starts_with(warning.as_str().unwrap()), "{warnings}");
+    assert_eq!(
+        infer(json!({"max_tokens": 9})).await,
+        (
+            400,
+            "max_tokens: is 3 in sampling_parameters and 9 in the request's parameters: give it once".into(),
+            Value::Null
+        )
+    );
+}
