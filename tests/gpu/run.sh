@@ -63,7 +63,7 @@ program() { # NAME PROGRAM ARGUMENTS...
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null
 program kernels "$bin/kernels" --ignored --test-threads=4
 program model "$bin/model" --ignored
-program "worker: graphs, run-ahead" "$bin/worker" --ignored --nocapture --skip a_checkpoint
+program "worker: graphs, run-ahead" "$bin/worker" --ignored --nocapture --skip a_checkpoint --skip a_mask_costs
 
 checkpoint=${CHECKPOINT:-}
 gguf=${GGUF:-$(ls "$target"/fetch/*.gguf 2>/dev/null | head -1)}

@@ -16,7 +16,7 @@ pub struct Ready {
     pub max_drafts: u32,
     /// KV slots after a row's own that making its next drafts writes: blocks for them are of use.
     pub draft_slots: u32,
-    /// True if drafts are made on the host from accepted tokens, so that steps cannot run ahead.
+    /// True if drafts are made on the host from accepted tokens, so that steps cannot run ahead while there are any.
     pub needs_host_tokens: bool,
     /// Steps that may be in flight.
     pub pipeline_depth: u32,

@@ -67,7 +67,7 @@ impl Driver {
     }
 
     fn plan_and_send(&mut self) -> Result<()> {
-        while self.executor.in_flight() < self.pipeline_depth {
+        while self.executor.in_flight() < self.scheduler.depth(self.pipeline_depth) {
             let begun = Instant::now();
             self.scheduler.expire(begun, &mut self.events);
             let Some(step) = self.scheduler.plan(begun) else { break };

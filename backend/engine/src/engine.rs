@@ -214,9 +214,8 @@ impl Limits {
     }
 }
 
-/// Drafts made on the host need the tokens of the step before.
 fn pipeline_depth(config: &EngineConfig, ready: &Ready) -> usize {
-    let allowed = if ready.needs_host_tokens { 1 } else { ready.pipeline_depth.max(1) };
+    let allowed = ready.pipeline_depth.max(1);
     config.pipeline_depth.map_or(allowed, |depth| depth.min(allowed)) as usize
 }
 

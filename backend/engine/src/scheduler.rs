@@ -29,12 +29,19 @@ use crate::request::{ById, Event, Request, RequestId, Usage};
 use crate::sequence::{Key, Rules, Sequence, Sequences};
 use crate::stats::{Shared, add};
 
+/// One step without drafts may be for measuring; after so many in a row the next are taken to have none either.
+const UNDRAFTED_STEPS: u32 = 2;
+
 /// Who is told what.
 pub(crate) type Events = Vec<(RequestId, Event)>;
 
 pub(crate) struct Scheduler {
     max_num_batched_tokens: usize,
     max_drafts: u32,
+    /// Drafts are made on the host, from the tokens of the step before.
+    needs_host_tokens: bool,
+    /// Steps in a row that decoded and left no drafts.
+    undrafted_steps: u32,
     /// Tokens past a row's own whose KV blocks it gets too, if there are any.
     draft_slots: usize,
     enable_prefix_caching: bool,
@@ -92,6 +99,8 @@ impl Scheduler {
         let scheduler = Scheduler {
             max_num_batched_tokens: config.max_num_batched_tokens as usize,
             max_drafts: ready.max_drafts,
+            needs_host_tokens: ready.needs_host_tokens,
+            undrafted_steps: 0,
             draft_slots: ready.draft_slots as usize,
             enable_prefix_caching: config.enable_prefix_caching,
             default_priority: config.default_priority,
@@ -159,6 +168,12 @@ impl Scheduler {
             self.limits.push(Reverse(Limit { at, key, queue }));
         }
         Ok(())
+    }
+
+    /// How many steps may be in flight, of `most` at most: one while it may bring drafts that the next should verify.
+    pub(crate) fn depth(&self, most: usize) -> usize {
+        let awaits_drafts = self.needs_host_tokens && self.undrafted_steps < UNDRAFTED_STEPS;
+        if awaits_drafts { 1 } else { most }
     }
 
     /// True if there is no sequence. Steps may still be in flight.

@@ -205,7 +205,8 @@ impl FakeRank {
         }
         slot.num_computed = slot.tokens.len() - 1;
         slot.has_ended = result.ended.is_some();
-        slot.drafts = if slot.has_ended { Vec::new() } else { drafts(&slot.tokens, self.max_drafts) };
+        let most = slot.sampling.max_drafts.map_or(self.max_drafts, |most| self.max_drafts.min(most as usize));
+        slot.drafts = if slot.has_ended { Vec::new() } else { drafts(&slot.tokens, most) };
         result.num_drafts = slot.drafts.len() as u32;
         result
     }

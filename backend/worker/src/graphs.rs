@@ -84,6 +84,11 @@ impl Graphs {
         SIZES.into_iter().find(|&size| num_rows > 0 && size >= num_rows).filter(|&size| on_gpu && size <= max_rows)
     }
 
+    /// Whether a part of a step will take as long again as it takes now: it is replayed, or never recorded.
+    pub fn is_settled(&self, size: usize, part: Part) -> bool {
+        !self.records() || matches!(self.recordings.get(&(size, part)), Some(Some(_)))
+    }
+
     /// Runs the ops of a part of a step padded to `size`. Once they are recorded `work` is not called.
     ///
     /// # Errors

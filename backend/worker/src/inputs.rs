@@ -35,6 +35,11 @@ impl PlannedRow {
     pub fn num_known(&self) -> usize {
         self.tokens.len() - self.num_drafts
     }
+
+    /// Runs no prompt: the newest token, and drafts after it.
+    pub fn decodes(&self) -> bool {
+        self.wants_token && self.num_known() == 1
+    }
 }
 
 /// One row of logits.

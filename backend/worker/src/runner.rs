@@ -3,7 +3,7 @@
 //! A plain step, one whose tokens are picked from the logits as they are or by masks, is *launched*, that is given to the device, and
 //! *finished* when its tokens are wanted. The next plain step may be launched in between: it takes the tokens that it does not know from
 //! the device, so a GPU is never idle while the host thinks. If it has masks, which depend on those tokens, it is given the device up to
-//! its logits, and the rest when they are known. Every other step is run to its end when it is launched.
+//! its logits, and the rest when they are known. Every other step is run to its end when it is launched, as is any while drafts are made.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use crate::graphs::{Graphs, Part};
 use crate::inputs::{Inputs, LogitRow, LogitsOf, PlannedRow};
 use crate::sampler::Sampler;
 use crate::slots::{SlotState, Slots, changes_logits};
-use crate::spec::{Forced, ProposeRow, Proposer};
+use crate::spec::{Forced, PassedOver, ProposeRow, Proposer};
 
 /// Steps that a rank has at once at most: one that the device runs, and one behind it.
 pub(crate) const MAX_IN_FLIGHT: usize = 2;
@@ -72,6 +72,8 @@ pub(crate) struct InFlight {
     rows: Vec<PlannedRow>,
     logits: Vec<LogitRow>,
     work: Work,
+    /// Its tokens, if it is a plain step without prompts that takes as long as others like it.
+    decode_tokens: Option<usize>,
 }
 
 pub(crate) enum Work {
@@ -107,10 +109,14 @@ impl Runner {
             stopwatches[place].begin()?;
         }
         self.prepare(step)?;
-        let is_plain = self.proposer.is_none()
-            && self.inputs.is_plain
+        let is_plain = self.inputs.is_plain
             && self.inputs.logits.len() <= self.sampler.chunk_rows()
-            && self.inputs.rows.iter().all(|row| row.num_drafts == 0);
+            && self
+                .inputs
+                .rows
+                .iter()
+                .all(|row| row.num_drafts == 0 && (row.is_inert() || !self.may_draft(row.slot, false)));
+        let decode_tokens = self.decode_tokens();
         let work = match is_plain {
             true if self.batch.num_tokens() > 0 => self.enqueue(place)?,
             true => {
@@ -123,8 +129,24 @@ impl Runner {
             stopwatches[place].end()?;
         }
         let (rows, logits) = (std::mem::take(&mut self.inputs.rows), std::mem::take(&mut self.inputs.logits));
-        self.in_flight.push_back(InFlight { step: step.id, launched, rows, logits, work });
+        self.in_flight.push_back(InFlight { step: step.id, launched, rows, logits, work, decode_tokens });
         if self.in_flight.len() == 1 { self.pick_by_masks() } else { Ok(()) }
+    }
+
+    /// Whether the proposer has use for the next row of the sequence in `slot`, which `is_admitted` only with that row, or is there.
+    fn may_draft(&self, slot: Slot, is_admitted: bool) -> bool {
+        let begins = |state: &SlotState| state.num_computed == state.num_cached;
+        let begins = is_admitted || self.slots.try_state(slot).is_none_or(begins);
+        self.proposer.as_ref().is_some_and(|proposer| proposer.has_use(slot, begins))
+    }
+
+    /// Of the batch, if it is plain, without prompts, and will take as long the next time.
+    fn decode_tokens(&self) -> Option<usize> {
+        let Inputs { rows, replay, is_masked, .. } = &self.inputs;
+        let is_decode = rows.iter().all(|row| row.is_inert() || row.decodes());
+        let part = if *is_masked { Part::Forward } else { Part::Whole };
+        let is_settled = replay.is_none_or(|size| self.graphs.is_settled(size, part));
+        (is_decode && is_settled).then(|| self.batch.num_tokens())
     }
 
     /// Whether `step` can be launched now. One of which something must be known that a step in flight will tell cannot.
@@ -137,7 +159,9 @@ impl Runner {
                 None => self.slots.try_state(row.slot).is_none_or(SlotState::changes_logits),
             };
             let tells = row.wants.logprobs != Logprobs::None || row.wants.prompt_logprobs != Logprobs::None;
-            row.num_drafts == 0 && !tells && !changed
+            // So many drafts at most: there may be none.
+            let has_drafts = row.num_drafts > 0 && admitted.is_none() && !self.slots.drafts(row.slot).is_empty();
+            !has_drafts && !self.may_draft(row.slot, admitted.is_some()) && !tells && !changed
         };
         // A sequence that loses its slot is still told the token that is being sampled for it.
         let is_told = |slot: &Slot| {
@@ -146,7 +170,6 @@ impl Runner {
         };
         self.in_flight.len() < MAX_IN_FLIGHT
             && matches!(before.work, Work::Plain)
-            && self.proposer.is_none()
             && step.rows.len() <= self.sampler.chunk_rows()
             && !step.release.iter().any(is_told)
             && step.rows.iter().all(is_plain)
@@ -185,6 +208,10 @@ impl Runner {
                 self.settle(&mut results);
                 // Before the one ahead of it was finished, this one was waiting.
                 let forward = oldest.launched.max(self.finished).elapsed();
+                if let Some(proposer) = &mut self.proposer {
+                    let step = PassedOver { rows: &self.inputs.rows, slots: &self.slots };
+                    proposer.passed(&step, oldest.decode_tokens.map(|num_tokens| (forward, num_tokens)));
+                }
                 (results, Timing { forward, ..Timing::default() })
             }
         };
@@ -292,8 +319,14 @@ impl Runner {
     /// Gives a plain step to the device, decodes from a recording once there is one, and moves its sequences on as if it had run.
     fn enqueue(&mut self, place: usize) -> Result<Work> {
         let num_rows = self.inputs.logits.len();
+        // Drafts that nobody verifies may still be on their way.
+        self.collect_drafts()?;
+        if let Some(proposer) = &mut self.proposer {
+            proposer.pass_over(&PassedOver { rows: &self.inputs.rows, slots: &self.slots });
+        }
         self.kept_rows.clear();
         for row in self.inputs.rows.iter().filter(|row| !row.is_inert()) {
+            self.slots.cut_drafts(row.slot, 0);
             self.kept_rows.push((row.tokens.end as u32 - 1, row.slot.0));
         }
         let Runner { model, kv, workspace, comm, batch, inputs, slots, sampler, graphs, .. } = self;

@@ -135,7 +135,7 @@ impl Runner {
                 room: state.room(self.max_model_len).saturating_sub(1).min(state.max_drafts()),
             });
         }
-        let is_decode = self.inputs.rows.iter().all(|row| row.is_inert() || (row.wants_token && row.num_known() == 1));
+        let is_decode = self.inputs.rows.iter().all(|row| row.is_inert() || row.decodes());
         proposer.propose(&mut Propose {
             rows: &self.propose_rows,
             slots: &mut self.slots,

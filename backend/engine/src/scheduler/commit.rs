@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use drafthorse_control::{FinishReason, RowResult, StepResult};
 
-use super::{Events, PlannedRow, Scheduler};
+use super::{Events, PlannedRow, PlannedStep, Scheduler};
 use crate::error::{EngineError, Result};
 use crate::request::{Event, Tokens};
 use crate::sequence::Key;
@@ -23,13 +23,25 @@ impl Scheduler {
         };
         let timing = result.timing;
         let time = timing.forward + timing.sample + timing.propose;
-        self.pace.measure(step.decode_tokens, step.chunk_tokens, time);
+        let decode_tokens = step.decode_tokens - self.drafts_not_there(&step);
+        self.pace.measure(decode_tokens, step.chunk_tokens, time);
+        add(&self.shared.counters.computed_tokens, decode_tokens + step.chunk_tokens);
+        if step.rows.iter().any(|row| row.yields) {
+            let has_drafts = result.rows.iter().any(|row| row.num_drafts > 0);
+            self.undrafted_steps = if has_drafts { 0 } else { self.undrafted_steps.saturating_add(1) };
+        }
         self.shared.step_took(&timing);
         for (row, result) in step.rows.iter().zip(result.rows) {
             self.commit_row(row, result, now, events);
         }
         self.blocks.step_done(step.id);
         Ok(())
+    }
+
+    /// Drafts that the step was planned with before it was known that the rank holds fewer.
+    fn drafts_not_there(&self, step: &PlannedStep) -> usize {
+        let held = |row: &PlannedRow| self.sequences.get(row.key).map_or(0, |sequence| sequence.held_drafts as usize);
+        step.rows.iter().map(|row| row.num_drafts.saturating_sub(held(row))).sum()
     }
 
     fn commit_row(&mut self, row: &PlannedRow, result: RowResult, now: Instant, events: &mut Events) {

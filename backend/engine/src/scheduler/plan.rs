@@ -42,7 +42,6 @@ impl Scheduler {
 
         self.last_step += 1;
         let id = self.last_step;
-        add(&self.shared.counters.computed_tokens, draft.decode_tokens + draft.chunk_tokens);
         self.in_flight.push_back(PlannedStep {
             id,
             rows: draft.planned,

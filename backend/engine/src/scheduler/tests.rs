@@ -293,6 +293,27 @@ fn with_two_steps_in_flight_drafts_are_planned_as_a_limit() {
 }
 
 #[test]
+fn where_drafts_are_made_on_the_host_steps_run_ahead_only_while_there_are_none() {
+    // Two steps in a row have left none, so 4 is planned behind 3; drafts of b have come with 5, and 7 waits for 6.
+    assert_eq!(
+        play("depth=2 drafts=2 host=1", "add a 3+40 drafts=0; step 3; add b 3+6; step 3; cancel b; step 3"),
+        "\
+1  a:3
+2  a:1
+3  a:1
+4  a:1
+5  a:1  b:3
+6  a:1  b:1+2
+   b the request was cancelled
+7  -b  a:1
+8  a:1
+9  a:1
+10  a:1
+"
+    );
+}
+
+#[test]
 fn blocks_that_a_step_in_flight_may_write_are_waited_for() {
     assert_eq!(
         play("depth=2 blocks=5 cache=0", "add a 7+9; add b 7+6; step 7; run"),
@@ -379,10 +400,11 @@ proptest! {
         drafts in 0..4u32,
         blocks in 16..40u32,
         cache in 0..2u32,
+        host in 0..2u32,
         tokens in 4..30u32,
     ) {
         let mut player = Player::new(&format!(
-            "depth={depth} drafts={drafts} blocks={blocks} cache={cache} tokens={tokens} ms=1"
+            "depth={depth} drafts={drafts} host={host} blocks={blocks} cache={cache} tokens={tokens} ms=1"
         ));
         let mut names = (b'a'..=b'z').map(|letter| (letter as char).to_string());
         for action in actions {

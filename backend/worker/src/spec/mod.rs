@@ -12,7 +12,7 @@ use std::path::PathBuf;
 pub(crate) use forced::Forced;
 pub(crate) use model::{DraftSizes, Drafter, ModelProposer};
 pub use ngram::Ngram;
-pub use proposer::{Propose, ProposeRow, Proposer, Unseen};
+pub use proposer::{PassedOver, Propose, ProposeRow, Proposer, Unseen};
 pub use verify::verify_rules;
 pub(crate) use verify::{Ranked, Verify};
 

@@ -59,6 +59,12 @@ pub struct Unseen<'a> {
     pub(crate) graphs: &'a mut Graphs,
 }
 
+/// A step that the proposer takes no part in.
+pub struct PassedOver<'a> {
+    pub(crate) rows: &'a [PlannedRow],
+    pub slots: &'a Slots,
+}
+
 /// Guesses the tokens that follow each row's history.
 ///
 /// Runs on every rank alike: equal rows must give equal drafts, since no rank sends its drafts to another.
@@ -66,8 +72,21 @@ pub trait Proposer: Send {
     /// The most drafts it ever proposes for one row. The scheduler reserves KV blocks for that many.
     fn max_drafts(&self) -> usize;
 
-    /// True if it reads the accepted tokens on the host: then no step may run ahead of its result.
+    /// True if it reads the accepted tokens on the host: then no step may run ahead of its result, but where it [has no use](Self::has_use)
+    /// for any row of it.
     fn needs_host_tokens(&self) -> bool;
+
+    /// False if it will make no drafts for the sequence in `slot`, as things stand, and needs nothing of its next row, with which it
+    /// `begins` or goes on. A step of such rows alone may be [passed over](Self::pass_over).
+    fn has_use(&self, _slot: Slot, _begins: bool) -> bool {
+        true
+    }
+
+    /// The step is about to be given to the device, its sequences still stand before it; [`propose`](Self::propose) will not follow.
+    fn pass_over(&mut self, _step: &PassedOver<'_>) {}
+
+    /// A step that was passed over is done. Its time and tokens as in [`Propose::decode`].
+    fn passed(&mut self, _step: &PassedOver<'_>, _decode: Option<(Duration, usize)>) {}
 
     /// May put the making of drafts on the device's stream behind a step that verifies drafts, of which as many hold as will; then
     /// [`propose`](Self::propose) follows for the same step.

@@ -122,13 +122,13 @@ impl Model for Bomb {
         panic!("boom");
     }
     fn logits(&self, hidden: &Tensor, cx: &mut Forward<'_>) -> drafthorse_model::Result<Tensor> {
-        FakeModel.logits(hidden, cx)
+        FakeModel::default().logits(hidden, cx)
     }
     fn kv_layers(&self) -> Vec<KvLayer> {
-        FakeModel.kv_layers()
+        FakeModel::default().kv_layers()
     }
     fn workspace_bytes(&self, step: StepSize) -> usize {
-        FakeModel.workspace_bytes(step)
+        FakeModel::default().workspace_bytes(step)
     }
 }
 
@@ -154,16 +154,16 @@ fn the_thread_ends_with_its_link() {
     struct Mortal(#[expect(dead_code, reason = "held for its Drop")] Told);
     impl Model for Mortal {
         fn forward(&self, cx: &mut Forward<'_>) -> drafthorse_model::Result<Tensor> {
-            FakeModel.forward(cx)
+            FakeModel::default().forward(cx)
         }
         fn logits(&self, hidden: &Tensor, cx: &mut Forward<'_>) -> drafthorse_model::Result<Tensor> {
-            FakeModel.logits(hidden, cx)
+            FakeModel::default().logits(hidden, cx)
         }
         fn kv_layers(&self) -> Vec<KvLayer> {
-            FakeModel.kv_layers()
+            FakeModel::default().kv_layers()
         }
         fn workspace_bytes(&self, step: StepSize) -> usize {
-            FakeModel.workspace_bytes(step)
+            FakeModel::default().workspace_bytes(step)
         }
     }
     let (sender, dropped) = std::sync::mpsc::channel();

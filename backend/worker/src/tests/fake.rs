@@ -1,6 +1,8 @@
 //! A model that is all history: a token's hidden state is a hash of every token up to it, which it reads back from the paged
 //! KV cache through the block tables. Any mix-up of slots, blocks, positions or drafts changes what it says.
 
+use std::time::Duration;
+
 use drafthorse_control::TokenId;
 use drafthorse_kernels::{DType, Tensor};
 use drafthorse_model::{Forward, KvLayer, Model, Result, StepSize};
@@ -14,11 +16,15 @@ pub(crate) const CONTEXT: usize = 256;
 /// The model's logits are not finite after this token.
 pub(crate) const POISON: TokenId = 13;
 
-pub(crate) struct FakeModel;
+#[derive(Default)]
+pub(crate) struct FakeModel {
+    /// How long a step takes at least.
+    pub takes: Duration,
+}
 
 pub(crate) fn network() -> Network {
     Network {
-        model: Box::new(FakeModel),
+        model: Box::new(FakeModel::default()),
         vocab_size: VOCAB,
         hidden: HIDDEN,
         context: CONTEXT,
@@ -66,6 +72,7 @@ pub(crate) fn argmax(logits: &[f32]) -> TokenId {
 
 impl Model for FakeModel {
     fn forward(&self, cx: &mut Forward<'_>) -> Result<Tensor> {
+        std::thread::sleep(self.takes);
         let batch = cx.batch;
         let mut hidden = cx.take([batch.num_tokens(), HIDDEN], DType::F32)?;
         let block_size = cx.kv.layout().block_size;

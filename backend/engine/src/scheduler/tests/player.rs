@@ -42,8 +42,8 @@ struct Played {
 /// Plays a script and prints each step on a line: `name:tokens` for a chunk of a prompt, `name:1+drafts` for a decode, `-name`
 /// for a slot that is released; below it the requests that ended.
 ///
-/// `setup` is a list of `blocks=` `size=` (of a block) `seqs=` `tokens=` (of a step) `drafts=` `depth=` `ms=` (of a step)
-/// `token_ms=` `step_ms=` (the bound) `cache=0`. The script's commands are
+/// `setup` is a list of `blocks=` `size=` (of a block) `seqs=` `tokens=` (of a step) `drafts=` `depth=` `host=1` (drafts are made
+/// on the host) `ms=` (of a step) `token_ms=` `step_ms=` (the bound) `cache=0`. The script's commands are
 /// - `add NAME PROMPT+MAX`, and any of `p=PRIORITY` `queue=MS` `deadline=MS` `like=NAME` (the same prompt, as far as it goes) `salt=` `stop=N` (its Nth
 ///   output token is a stop token) `logprobs`
 /// - `step N`: plan and commit N times, with as many steps in flight as `depth`; `plan`, `commit`: one of the two
@@ -77,6 +77,7 @@ impl Player {
                 "size" => ready.block_size = value,
                 "drafts" => ready.max_drafts = value,
                 "depth" => ready.pipeline_depth = value,
+                "host" => ready.needs_host_tokens = value != 0,
                 "seqs" => config.max_num_seqs = value,
                 "tokens" => config.max_num_batched_tokens = value,
                 "step_ms" => config.max_step_time_ms = value,
@@ -130,7 +131,7 @@ impl Player {
     }
 
     pub(super) fn can_plan(&self) -> bool {
-        self.sent.len() < self.depth
+        self.sent.len() < self.scheduler.depth(self.depth)
     }
 
     pub(super) fn knows(&self, name: &str) -> bool {
@@ -199,7 +200,7 @@ impl Player {
     }
 
     fn step(&mut self) {
-        while self.sent.len() < self.depth && self.plan() {}
+        while self.can_plan() && self.plan() {}
         self.commit();
     }
 

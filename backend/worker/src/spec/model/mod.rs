@@ -14,9 +14,9 @@ mod plan;
 mod recorded;
 mod sizes;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use drafthorse_control::SamplingParams;
+use drafthorse_control::{SamplingParams, Slot};
 use drafthorse_kernels::device::Readback;
 use drafthorse_kernels::ops::copy_rows::copy_rows_from;
 use drafthorse_kernels::ops::sample;
@@ -28,8 +28,9 @@ use self::plan::{Chain, Pass};
 use self::recorded::Alike;
 pub(crate) use self::sizes::DraftSizes;
 use super::policy::{Held, Holds, Policy};
-use super::proposer::{Propose, ProposeRow, Proposer, Unseen};
+use super::proposer::{PassedOver, Propose, ProposeRow, Proposer, Unseen};
 use crate::error::Result;
+use crate::inputs::PlannedRow;
 use crate::row_params::RowParams;
 use crate::slots::Slots;
 
@@ -112,12 +113,8 @@ impl ModelProposer {
 
     /// Takes in how the last drafts did, and decides on the next.
     fn learn(&mut self, step: &Propose<'_>) {
-        if let Some((took, num_tokens)) = step.decode {
-            self.policy.learn_step(num_tokens, took);
-        }
         let drafts = |row: &&ProposeRow| !row.ended && step.slots.state(row.slot).max_drafts() > 0;
         let running = || step.rows.iter().filter(drafts);
-        let mut mean = Holds::default();
         for row in running() {
             let holds = &mut self.holds[row.slot.0 as usize];
             let state = step.slots.state(row.slot);
@@ -125,9 +122,22 @@ impl ModelProposer {
                 *holds = self.policy.holds();
             }
             self.policy.learn_held(holds, row.num_drafts, row.num_held);
-            mean.iter_mut().zip(holds.holds).for_each(|(mean, holds)| *mean += holds);
         }
-        let num_seqs = running().count();
+        self.decide(step.decode, running().map(|row| row.slot));
+    }
+
+    /// Decides on the drafts of those that run, after a step that took so long for so many tokens if it ran no prompts.
+    fn decide(&mut self, decode: Option<(Duration, usize)>, running: impl Iterator<Item = Slot>) {
+        if let Some((took, num_tokens)) = decode {
+            self.policy.learn_step(num_tokens, took);
+        }
+        let mut mean = Holds::default();
+        let mut num_seqs = 0;
+        for slot in running {
+            let holds = self.holds[slot.0 as usize].holds;
+            mean.iter_mut().zip(holds).for_each(|(mean, holds)| *mean += holds);
+            num_seqs += 1;
+        }
         mean.iter_mut().for_each(|mean| *mean /= num_seqs.max(1) as f32);
         self.most = if num_seqs == 0 { Some(0) } else { self.policy.drafts(num_seqs, &mean) };
     }
@@ -184,6 +194,29 @@ impl Proposer for ModelProposer {
 
     fn needs_host_tokens(&self) -> bool {
         true
+    }
+
+    fn has_use(&self, slot: Slot, begins: bool) -> bool {
+        // What has lost its entries, or never had any, gets none.
+        self.most.is_some() && (begins || self.written[slot.0 as usize] > 0)
+    }
+
+    fn pass_over(&mut self, step: &PassedOver<'_>) {
+        for row in step.rows.iter().filter(|row| !row.is_inert()) {
+            let state = step.slots.state(row.slot);
+            if state.num_computed == state.num_cached {
+                self.holds[row.slot.0 as usize] = self.policy.holds();
+            }
+            self.leave_out(row, step.slots);
+        }
+    }
+
+    fn passed(&mut self, step: &PassedOver<'_>, decode: Option<(Duration, usize)>) {
+        let drafts = |row: &&PlannedRow| {
+            let state = step.slots.try_state(row.slot).filter(|state| state.serial == row.serial && !state.ended);
+            !row.is_inert() && state.is_some_and(|state| state.max_drafts() > 0)
+        };
+        self.decide(decode, step.rows.iter().filter(drafts).map(|row| row.slot));
     }
 
     fn propose_unseen(&mut self, step: &mut Unseen<'_>) -> Result<()> {

@@ -6,6 +6,8 @@ use drafthorse_kernels::ops::copy_rows::copy_rows;
 
 use super::ModelProposer;
 use crate::error::Result;
+use crate::inputs::PlannedRow;
+use crate::slots::Slots;
 use crate::spec::policy::MAX_DRAFTS;
 use crate::spec::proposer::{Propose, ProposeRow};
 
@@ -96,6 +98,16 @@ impl ModelProposer {
             let (slot, position) = (row.slot, end - 1);
             let places = Places::default();
             self.chains.push(Chain { slot, row: row_of_pass, position, num_drafts: 0, most, draft: -1, places });
+        }
+    }
+
+    /// A sequence's tokens run without entries, and so will those after them.
+    pub(super) fn leave_out(&mut self, row: &PlannedRow, slots: &Slots) {
+        let (blocks, block_size) = (slots.blocks(row.slot), slots.block_size());
+        let first = slots.state(row.slot).num_computed;
+        self.written[row.slot.0 as usize] = 0;
+        for block in first / block_size..(first + row.num_known()) / block_size {
+            self.whole[blocks[block] as usize] = false;
         }
     }
 
