@@ -71,9 +71,6 @@ pub(crate) fn load(config: &WorkerConfig, progress: &(dyn Fn(Progress) + Send)) 
         warn!(share, "drafts hold whatever the model says: the text means nothing (speculate_forced_acceptance)");
     }
     let device = config.device.open(config.deterministic)?;
-    if config.deterministic && device != Device::Cpu {
-        warn!("deterministic: products and attention have been verified on a GPU, whole texts not yet");
-    }
     let mut network = network(config, &device, matches!(method, Method::Model), progress)?;
     let proposer = match method {
         Method::Host(proposer) => Some(proposer),
