@@ -10,8 +10,9 @@ use llguidance::api::{ParserLimits, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokRxInfo, TokTrie};
 use serde_json::{Value, json};
 
-use super::place;
+use super::ends::{Ends, ends_of};
 use super::tokens::TokenBytes;
+use super::{lark, place};
 
 /// Longest text of a grammar.
 pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;
@@ -22,6 +23,9 @@ const NUM_KEPT: usize = 64;
 /// White space between the parts of a JSON text where a schema does not say: enough for a line break and deep indentation, and an
 /// end to it, for small models like to go on.
 pub const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+
+/// In the compiler's word for a place where no token can come.
+const NOTHING_FOLLOWS: &str = "NoExtension";
 
 /// Bounds on what one grammar may cost; a unit of fuel is about 20 ns of compiling and 70 ns of filling a mask.
 fn limits() -> ParserLimits {
@@ -72,6 +76,7 @@ pub struct Compiled {
     /// Never fed: a sequence starts with a copy that shares nothing, so that no sequence's limits depend on others.
     fresh: Mutex<llguidance::Matcher>,
     end_tokens: Vec<u32>,
+    ends: Ends,
 }
 
 impl fmt::Debug for Grammars {
@@ -130,23 +135,47 @@ impl Grammars {
         };
         let factory = self.factory.get_or_init(|| factory(&self.tokens).map_err(|error| error.to_string()));
         let factory = factory.as_ref().map_err(|reason| GrammarError::Vocabulary { reason: reason.clone() })?;
-        let bad = |error: &dyn fmt::Display| GrammarError::Bad { reason: tidy(&error.to_string()) };
+        let bad = |error: &dyn fmt::Display| GrammarError::Bad { reason: shortened(tidy(&error.to_string())) };
         let parser = factory.create_parser(parsed).map_err(|error| {
-            let reason = tidy(&format!("{error:#}"));
-            let place = match grammar {
-                Grammar::JsonSchema(text) => place::of_error(factory, text, &error),
-                Grammar::Regex(_) | Grammar::Lark(_) => None,
+            let whole = format!("{error:#}");
+            let reason = match grammar {
+                Grammar::JsonSchema(text) => match place::of_error(factory, text, &error) {
+                    Some(place) => format!("at {place}: {}", tidy(&whole)),
+                    None => tidy(&whole),
+                },
+                Grammar::Regex(_) => tidy(&whole),
+                Grammar::Lark(text) => lark::told(text, &whole),
             };
-            GrammarError::Bad { reason: place.map_or(reason.clone(), |place| format!("at {place}: {reason}")) }
+            GrammarError::Bad { reason: shortened(reason) }
         })?;
+        let end_tokens = self.tokens.end_tokens();
+        let vocab_size = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
+        let ends = ends_of(parser.parser.grammar(), end_tokens, vocab_size);
+        if let Ends::Followed(end) = ends {
+            return Err(self.ends_too_early(text, end));
+        }
         let mut fresh = llguidance::Matcher::new(Ok(parser));
         // What can match nothing is found now, not when a slot is taken.
         let may_end = fresh.is_accepting().map_err(|error| bad(&error))?;
+        let nothing = "no text of this vocabulary matches it";
         match fresh.compute_mask() {
-            Err(error) if !may_end => return Err(bad(&format_args!("matches no text of this vocabulary: {error}"))),
+            Ok(mask) if mask.is_zero() && !may_end => return Err(bad(&nothing)),
+            Err(error) if !may_end && error.to_string().contains(NOTHING_FOLLOWS) => return Err(bad(&nothing)),
+            Err(error) if !may_end => return Err(bad(&error)),
             _ => {}
         }
-        Ok(Compiled { fresh: Mutex::new(fresh), end_tokens: self.tokens.end_tokens().to_vec() })
+        Ok(Compiled { fresh: Mutex::new(fresh), end_tokens: end_tokens.to_vec(), ends })
+    }
+
+    /// What is said of an end token that something has to follow.
+    fn ends_too_early(&self, text: &str, end: u32) -> GrammarError {
+        let name = self.tokens.words().get(end as usize).and_then(|word| word.get(1..)).unwrap_or_default();
+        let name = String::from_utf8_lossy(name);
+        let at = lark::find(text, 0, &name).or_else(|| lark::find(text, 0, &format!("<[{end}]>")));
+        let place = at.map(|at| format!("{}: ", lark::place(text, at))).unwrap_or_default();
+        GrammarError::Bad {
+            reason: format!("{place}{name} ends the answer, so nothing can follow it, but the grammar wants more"),
+        }
     }
 }
 
@@ -170,6 +199,11 @@ impl Compiled {
 
     pub(super) fn end_tokens(&self) -> &[u32] {
         &self.end_tokens
+    }
+
+    /// Whether end tokens may come where its text may not end, without being meant.
+    pub(super) fn ends_among_others(&self) -> bool {
+        self.ends == Ends::AmongOthers
     }
 }
 
@@ -212,31 +246,28 @@ fn factory(tokens: &TokenBytes) -> Result<ParserFactory, Box<dyn std::error::Err
 
 /// What the compiler says, in one line, with the place as a reader counts it.
 fn tidy(reason: &str) -> String {
-    if let Some((_, parsing)) = reason.split_once("regex parse error:")
-        && let Some(fault) = parsing.lines().find_map(|line| line.strip_prefix("error: "))
-        && let Some(caret) = parsing.lines().find(|line| line.trim_start().starts_with('^'))
-    {
-        // The expression stands above the caret, four columns in.
-        let column = caret.find('^').unwrap_or_default().saturating_sub(3);
-        return format!("character {column} of the regular expression: {fault}");
+    if let Some(fault) = regex_fault(reason, 0) {
+        return fault;
     }
-    const MAX: usize = 400;
     let line = reason.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();
-    let line = line.strip_prefix("at ").unwrap_or(line);
-    let mut text = match place_in_lark(line) {
-        Some((row, column, rest)) => format!("line {row} column {column}: {rest}"),
-        None => line.to_owned(),
-    };
+    line.strip_prefix("at ").unwrap_or(line).to_owned()
+}
+
+/// What is wrong with a regular expression, and where in it, counted without the `skipped` first characters.
+pub(super) fn regex_fault(reason: &str, skipped: usize) -> Option<String> {
+    let (_, parsing) = reason.split_once("regex parse error:")?;
+    let fault = parsing.lines().find_map(|line| line.strip_prefix("error: "))?;
+    let caret = parsing.lines().find(|line| line.trim_start().starts_with('^'))?;
+    // The expression stands above the caret, four columns in.
+    let column = caret.find('^').unwrap_or_default().saturating_sub(3 + skipped);
+    Some(format!("character {column} of the regular expression: {fault}"))
+}
+
+fn shortened(mut text: String) -> String {
+    const MAX: usize = 400;
     if let Some((end, _)) = text.char_indices().nth(MAX) {
         text.truncate(end);
         text.push_str("...");
     }
     text
-}
-
-/// `3(7): what is wrong`, in its parts.
-fn place_in_lark(line: &str) -> Option<(u32, u32, &str)> {
-    let (row, rest) = line.split_once('(')?;
-    let (column, rest) = rest.split_once("): ")?;
-    Some((row.parse().ok()?, column.parse().ok()?, rest))
 }

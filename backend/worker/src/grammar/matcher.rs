@@ -10,6 +10,8 @@ use super::compile::Compiled;
 pub(crate) struct Matcher {
     inner: llguidance::Matcher,
     end_tokens: Vec<TokenId>,
+    /// The grammar has end tokens among others where its text may not end.
+    ends_among_others: bool,
 }
 
 impl fmt::Debug for Matcher {
@@ -24,7 +26,11 @@ impl Matcher {
     /// # Errors
     /// What the grammar has against the output.
     pub fn new(compiled: &Compiled, output: &[TokenId]) -> Result<Self, String> {
-        let mut matcher = Matcher { inner: compiled.start(), end_tokens: compiled.end_tokens().to_vec() };
+        let mut matcher = Matcher {
+            inner: compiled.start(),
+            end_tokens: compiled.end_tokens().to_vec(),
+            ends_among_others: compiled.ends_among_others(),
+        };
         for &token in output {
             matcher.accept(token)?;
         }
@@ -83,6 +89,14 @@ impl Matcher {
                     let known = mask.len().min(words);
                     row[..known].copy_from_slice(&mask[..known]);
                     row[known..].fill(0);
+                    // The answer would end there, and match nothing.
+                    if self.ends_among_others && !self.may_end() {
+                        for end in &self.end_tokens {
+                            if let Some(word) = row.get_mut(*end as usize / 32) {
+                                *word &= !(1 << (end % 32));
+                            }
+                        }
+                    }
                 }
                 Err(_) if self.may_end() => row.fill(0),
                 Err(error) => {

@@ -7,6 +7,8 @@
 #[cfg(test)]
 mod bench;
 mod compile;
+mod ends;
+mod lark;
 mod matcher;
 mod place;
 #[cfg(test)]

@@ -165,14 +165,63 @@ fn what_cannot_be_compiled_is_refused_with_its_place() {
             regex("(?=a)b"),
             "character 1 of the regular expression: look-around, including look-ahead and look-behind, is not supported",
         ),
-        (Grammar::Lark(String::new()), "no start rule found"),
     ] {
         assert_eq!(refused(&grammar), said);
     }
-    let lark = refused(&Grammar::Lark("start: \"a\"\n\nother \"b\"".into()));
-    assert!(lark.starts_with("line 3 column 7: Expected token"), "{lark}");
     let long = " ".repeat(300_000);
     assert_eq!(refused(&regex(&long)), "has 300000 bytes, at most 262144 may be given");
+}
+
+#[test]
+fn what_is_wrong_with_a_lark_grammar_has_its_line_and_column() {
+    for (grammar, said) in [
+        ("", "line 1 column 1: there is no rule start, with which a grammar begins"),
+        ("START: \"a\"", "line 1 column 1: there is no rule start, with which a grammar begins"),
+        ("start: \"a\"\n\nother \"b\"", "line 3 column 7: expected ':', found \"b\""),
+        ("a", "line 1 column 2: expected ':', found the end of the line"),
+        ("start: (\"a\"", "line 1 column 12: expected ')', found the end of the line"),
+        ("start: \"a\" |* \"b\"", "line 1 column 13: expected a name, a string, a regular expression or (, found *"),
+        ("start: \"b\" abc b", "line 1 column 12: there is no rule or terminal abc"),
+        ("start: \"é\" x\nx: \"x\" // no y\n  | y", "line 3 column 5: there is no rule or terminal y"),
+        ("start: \"a\"\nstart: \"b\"", "line 2 column 8: duplicate rule: \"start\""),
+        ("start: A\nA: \"b\" A", "line 2 column 8: the terminal A leads back to itself"),
+        ("start: \"a\"\n  | \"b\" /a(/", "line 2 column 9: character 2 of the regular expression: unclosed group"),
+        ("start: A\nA: /[/i", "line 2 column 4: character 1 of the regular expression: unclosed character class"),
+        ("start: \"a\" @sub", "line 1 column 12: there is no grammar @sub"),
+        ("start: \"a\" <|nothing|>", "line 1 column 12: the vocabulary has no special token <|nothing|>"),
+        ("start: T\nT: \"a\" <|end|>", "line 2 column 8: special tokens like <|end|> cannot be used in terminals"),
+        ("start: \"é\" \"a\nx", "line 1 column 12: the string does not end on its line"),
+        (
+            r#"start: "a\q""#,
+            r#"line 1 column 10: no such escape in a string: \q; there are \" \\ \/ \b \f \n \r \t \uHHHH \xHH"#,
+        ),
+        (
+            "start: é",
+            "line 1 column 8: nothing of a grammar begins with 'é': expected a name, a string, a regular expression or (",
+        ),
+        ("start: a{3,1}\na: \"x\"", "line 1 column 8: range end must be >= start, got (3, 1)"),
+        ("start: x\nx: x", "no text of this vocabulary matches it"),
+    ] {
+        assert_eq!(refused(&Grammar::Lark(grammar.into())), said, "{grammar:?}");
+    }
+}
+
+#[test]
+fn an_end_token_that_a_grammar_names_ends_it_or_is_refused() {
+    let followed = "<|end|> ends the answer, so nothing can follow it, but the grammar wants more";
+    for (grammar, at) in [
+        ("start: <|end|> \"a\"", "line 1 column 8: "),
+        ("start: \"<|end|>\" (\"b\" | x)* \"c\"\nx: <|end|>", "line 2 column 4: "),
+        ("start: (<[0]> | \"b\") \"a\"", "line 1 column 9: "),
+    ] {
+        assert_eq!(refused(&Grammar::Lark(grammar.into())), format!("{at}{followed}"), "{grammar}");
+    }
+    let next = |grammar: &str, text: &str| next(&Grammar::Lark(grammar.into()), text);
+    assert_eq!(next("start: \"a\" <|end|>", ""), "a");
+    assert_eq!(next("start: \"a\" <|end|>", "a"), ".");
+    assert_eq!(next("start: \"a\" (<|end|> \"b\"?)?", "a"), ".", "what may follow need not");
+    let any = next("start: <[*]> \"b\"", "");
+    assert_eq!(any.matches('.').count(), 1, "the character, and no end before its b: {any}");
 }
 
 #[test]
