@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use axum::http::StatusCode;
+use drafthorse_control::RowError;
 use drafthorse_engine::EngineError;
 use drafthorse_proto::PbtxtError;
 use tonic::{Code, Status};
@@ -48,6 +49,9 @@ pub enum ServerError {
     NotExplicit,
     #[error("the request was cancelled")]
     Cancelled,
+    /// What the request asks for cannot be met any more: its grammar or its allowed tokens leave nothing to say.
+    #[error("generation failed: {reason}")]
+    DeadEnd { reason: String },
     /// One sequence failed while the others live.
     #[error("generation failed: {reason}")]
     Failed { reason: String },
@@ -126,6 +130,7 @@ impl ServerError {
             | ServerError::BadJson { .. }
             | ServerError::PromptTooLong { .. }
             | ServerError::TooLarge { .. }
+            | ServerError::DeadEnd { .. }
             | ServerError::LoadFailed { .. }
             | ServerError::CannotStart { .. }
             | ServerError::BadSetting { .. }
@@ -194,6 +199,9 @@ impl From<EngineError> for ServerError {
             EngineError::DeadlineExceeded => ServerError::DeadlineExceeded,
             EngineError::Draining => ServerError::Exiting,
             EngineError::Cancelled => ServerError::Cancelled,
+            EngineError::Row(RowError::GrammarDeadEnd { .. } | RowError::Grammar { .. }) => {
+                ServerError::DeadEnd { reason: error.to_string() }
+            }
             EngineError::Row(_) | EngineError::BadRow { .. } => ServerError::Failed { reason: error.to_string() },
             EngineError::DuplicateId { .. } => ServerError::internal(error),
             EngineError::Stopped { reason } => ServerError::EngineStopped { reason },
@@ -244,6 +252,14 @@ mod tests {
             "NotFound 404 request for unknown model: 'm' is not found"
         );
         assert_eq!(said(ServerError::Cancelled), "Cancelled 499 the request was cancelled");
+        assert_eq!(
+            said(EngineError::Row(RowError::GrammarDeadEnd { position: 3 }).into()),
+            "InvalidArgument 400 generation failed: no token is left to pick at position 3: the grammar or the allowed tokens leave none"
+        );
+        assert_eq!(
+            said(EngineError::Row(RowError::NotFinite { position: 3 }).into()),
+            "Internal 500 generation failed: the model's logits are not finite at position 3"
+        );
     }
 
     #[test]

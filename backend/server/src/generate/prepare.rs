@@ -106,6 +106,10 @@ impl ServedModel {
             return Err(ServerError::PromptTooLong { tokens: tokens.len(), at_least: false, max });
         }
         match params.max_tokens {
+            Some(answer) if answer as usize >= max => {
+                let reason = format!("is {answer}, the model takes at most {max} with at least one for the prompt");
+                Err(ServerError::bad_input("max_tokens", reason))
+            }
             Some(answer) if tokens.len() + answer as usize > max => {
                 let reason = format!(
                     "is {answer}, which with the prompt's {} tokens is more than the {max} that the model takes; \

@@ -54,11 +54,26 @@ pub(super) fn read_request(
         Some(Value::String(id)) => id,
         Some(_) => return Err(ServerError::bad_input("id", "must be a string")),
     };
-    let parameters = read_parameters(body.remove("parameters"))?;
+    let mut parameters = read_parameters(body.remove("parameters"))?;
+    let (inputs, outputs) = (body.remove("inputs"), body.remove("outputs"));
+    // The path has them.
+    body.retain(|key, _| key != "model_name" && key != "model_version");
+    if let Some(key) = body.keys().find(|key| parameters.contains_key(*key)) {
+        return Err(ServerError::bad_input(key, "stands in the body and in its parameters: give it once"));
+    }
+    if let Some((key, _)) = body.iter().find(|(_, value)| value.is_array() || value.is_object()) {
+        return Err(ServerError::bad_input(
+            key,
+            "is no field of an inference request, which has inputs, outputs, parameters and id",
+        ));
+    }
+    // A parameter beside the others, if there is one of that name; else it is warned of with them.
+    body.retain(|_, value| !value.is_null());
+    parameters.extend(read_parameters(Some(Value::Object(body)))?);
     let mut wanted = Binary { all: flag(&parameters, BINARY_DATA_OUTPUT), ..Binary::default() };
     let mut request =
         ModelInferRequest { model_name: model, model_version: version, id, parameters, ..ModelInferRequest::default() };
-    for input in list(body.remove("inputs"), "inputs")? {
+    for input in list(inputs, "inputs")? {
         let (tensor, raw) = read_input(&input, &mut binary)?;
         request.inputs.push(tensor);
         request.raw_input_contents.push(raw);
@@ -66,7 +81,7 @@ pub(super) fn read_request(
     if !binary.is_empty() {
         return Err(ServerError::bad_input(BODY, format!("unexpected additional input data: {} bytes", binary.len())));
     }
-    if let Some(outputs) = body.remove("outputs") {
+    if let Some(outputs) = outputs {
         for output in list(Some(outputs), "outputs")? {
             let name = string(&output, "name", "outputs")?;
             let mut parameters = read_parameters(output.get("parameters").cloned())?;

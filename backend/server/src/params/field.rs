@@ -142,11 +142,11 @@ impl Field<'_> {
             return Err(ServerError::bad_input(self.key, reason));
         }
         let fits = |word: &BadWord| match word {
-            BadWord::Text(text) => (1..=MAX_BAD_WORD_BYTES).contains(&text.len()),
+            BadWord::Text(text) => !text.trim().is_empty() && text.len() <= MAX_BAD_WORD_BYTES,
             BadWord::Tokens(ids) => (1..=MAX_BAD_WORD_BYTES).contains(&ids.len()),
         };
         if !words.iter().all(fits) {
-            let reason = format!("has an entry that is empty, or longer than {MAX_BAD_WORD_BYTES}");
+            let reason = format!("has an entry that is empty or all white space, or longer than {MAX_BAD_WORD_BYTES}");
             return Err(ServerError::bad_input(self.key, reason));
         }
         Ok(words)
@@ -188,7 +188,12 @@ impl Field<'_> {
             let in_range = number(bias).filter(|bias| (-100.0..=100.0).contains(bias));
             Ok((token, in_range.ok_or_else(|| self.item_must(id, "a number in [-100, 100]", bias))? as f32))
         });
-        pairs.collect()
+        let mut pairs: Vec<(TokenId, f32)> = pairs.collect::<Result<_>>()?;
+        pairs.sort_by_key(|(token, _)| *token);
+        if let Some(twice) = pairs.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return Err(ServerError::bad_input(self.key, format!("names token {} twice", twice[0].0)));
+        }
+        Ok(pairs)
     }
 }
 

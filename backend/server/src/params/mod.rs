@@ -263,7 +263,10 @@ impl GenerateParams {
             "seed" => self.seed = field.seed()?,
             "presence_penalty" => self.presence_penalty = Some(field.penalty()?),
             "frequency_penalty" => self.frequency_penalty = Some(field.penalty()?),
-            "repetition_penalty" => self.repetition_penalty = Some(field.float("above 0", |p| p > 0.0)?),
+            // Logits are multiplied or divided by it, and stay finite so.
+            "repetition_penalty" => {
+                self.repetition_penalty = Some(field.float("in [0.01, 100]", |p| (0.01..=100.0).contains(&p))?);
+            }
             "logit_bias" => self.logit_bias = field.logit_bias()?,
             "bad_words" => self.bad_words = field.bad_words()?,
             "allowed_token_ids" => self.allowed_token_ids = field.allowed_token_ids()?,

@@ -58,7 +58,8 @@ fn a_value_out_of_range_is_named_with_its_limit() {
         "min_tokens: must be at most max_tokens, which is 8, is 9"
     );
     assert_eq!(refused(r#"{"presence_penalty": 3}"#), "presence_penalty: must be in [-2, 2], is 3");
-    assert_eq!(refused(r#"{"repetition_penalty": 0}"#), "repetition_penalty: must be above 0, is 0");
+    assert_eq!(refused(r#"{"repetition_penalty": 0}"#), "repetition_penalty: must be in [0.01, 100], is 0");
+    assert_eq!(refused(r#"{"repetition_penalty": 1e-38}"#), "repetition_penalty: must be in [0.01, 100], is 1e-38");
     assert_eq!(refused(r#"{"logprobs": 21}"#), "logprobs: must be at most 20, is 21");
     assert_eq!(refused(r#"{"stop": [""]}"#), "stop: has an empty string, which would stop everything");
     assert_eq!(refused(r#"{"stop": 3}"#), "stop: must be a string or a list of strings, is 3");
@@ -69,6 +70,7 @@ fn a_value_out_of_range_is_named_with_its_limit() {
         "bad_words[1]: must be a string or a list of token ids, is a list of 2"
     );
     assert_eq!(refused(r#"{"logit_bias": {"1": 101}}"#), "logit_bias[1]: must be a number in [-100, 100], is 101");
+    assert_eq!(refused(r#"{"logit_bias": {"7": 1, "3": 1, " 7": 2}}"#), "logit_bias: names token 7 twice");
     assert_eq!(refused(r#"{"logit_bias": {"x": 1}}"#), r#"logit_bias: must have token ids as keys, one is "x""#);
     assert_eq!(refused(r#"{"ignore_eos": "maybe"}"#), r#"ignore_eos: must be true or false, is "maybe""#);
     let many = serde_json::json!({"stop": vec!["x"; 17]}).to_string();
@@ -154,7 +156,14 @@ fn words_and_tokens_may_be_shut_out() {
     assert_eq!(params.bad_words, [BadWord::Text("no".into()), BadWord::Tokens(vec![1, 2])]);
     assert_eq!((params.allowed_token_ids, params.typical_p), (vec![3, 7], Some(0.5)));
     assert_eq!(refused(r#"{"bad_words": [1]}"#), "bad_words[0]: must be a string or a list of token ids, is 1");
-    assert_eq!(refused(r#"{"bad_words": [""]}"#), "bad_words: has an entry that is empty, or longer than 256");
+    assert_eq!(
+        refused(r#"{"bad_words": [""]}"#),
+        "bad_words: has an entry that is empty or all white space, or longer than 256"
+    );
+    assert_eq!(
+        refused(r#"{"bad_words": " "}"#),
+        "bad_words: has an entry that is empty or all white space, or longer than 256"
+    );
     assert_eq!(refused(r#"{"allowed_token_ids": []}"#), "allowed_token_ids: is empty, which would allow nothing");
     assert_eq!(refused(r#"{"typical_p": 0}"#), "typical_p: must be in (0, 1], is 0");
     assert_eq!(parse(r#"{"truncate_prompt_tokens": -1}"#).unwrap().truncate_prompt_tokens, Some(Truncate::ToFit));

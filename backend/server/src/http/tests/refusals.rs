@@ -51,8 +51,12 @@ async fn an_error_of_openais_routes_names_the_parameter_of_the_body() {
             (json!({"max_tokens": 0}), "max_tokens", "must be at least 1"),
             (json!({"max_completion_tokens": 0}), "max_completion_tokens", "max_completion_tokens: must be at least 1"),
             (json!({"max_completion_tokens": "x"}), "max_completion_tokens", "must be a whole number"),
-            (json!({"max_tokens": 1000}), "max_tokens", "max_tokens: is 1000, which with the prompt's"),
-            (json!({"max_completion_tokens": 1000}), "max_completion_tokens", "is 1000, which with the prompt's"),
+            (json!({"max_tokens": 1000}), "max_tokens", "max_tokens: is 1000, the model takes at most 256 with"),
+            (
+                json!({"max_completion_tokens": 1000}),
+                "max_completion_tokens",
+                "is 1000, the model takes at most 256 with",
+            ),
             (json!({"max_completion_tokens": 1, "max_tokens": 2}), "max_completion_tokens", "and 2 in max_tokens"),
             (json!({"min_tokens": 5, "max_tokens": 2}), "min_tokens", "must be at most max_tokens"),
             (json!({"stop": [""]}), "stop", "has an empty string"),
@@ -64,7 +68,11 @@ async fn an_error_of_openais_routes_names_the_parameter_of_the_body() {
             (json!({"guided_regex": "a", "guided_choice": ["b"]}), "guided_choice", "does not go with guided_regex"),
             (json!({"structured_outputs": {"json": 5}}), "structured_outputs.json", "must be a JSON schema"),
             (json!({"structured_outputs": {"jsn": {}}}), "structured_outputs.jsn", "no such constraint"),
-            (json!({"guided_grammar": "start: b"}), "guided_grammar", "unknown name"),
+            (
+                json!({"guided_grammar": "start: b"}),
+                "guided_grammar",
+                "line 1 column 8: there is no rule or terminal b",
+            ),
             (json!({"use_beam_search": true}), "use_beam_search", "is not supported"),
             (json!({"detokenize": false}), "detokenize", "is not supported"),
             (json!({"logits_processors": ["x"]}), "logits_processors", "is not supported"),
@@ -82,6 +90,7 @@ async fn an_error_of_openais_routes_names_the_parameter_of_the_body() {
         (json!({"messages": [{"role": "user"}]}), "messages[0].content", "is missing"),
         (json!({"messages": [{"role": "user", "content": "y".repeat(300)}]}), "messages", "prompt has 306 tokens"),
         (json!({"messages": [{"role": "user", "content": "y".repeat(20_000)}]}), "messages", "prompt has at least"),
+        (json!({"max_tokens": 255}), "max_tokens", "max_tokens: is 255, which with the prompt's"),
         (json!({"chat_template": "{{ x }}"}), "chat_template", "a chat_template of the request's own"),
         (json!({"chat_template_kwargs": []}), "chat_template_kwargs", "must be an object"),
         (json!({"continue_final_message": true}), "continue_final_message", "is not supported"),
@@ -175,5 +184,29 @@ async fn parameters_that_come_by_two_ways_count_all_and_two_values_are_refused()
             "max_tokens: is 3 in sampling_parameters and 9 in the request's parameters: give it once".into(),
             Value::Null
         )
+    );
+}
+
+#[tokio::test]
+async fn a_field_beside_those_of_an_inference_request_is_a_parameter_or_refused() {
+    let door = Door::to("abcd");
+    let infer = async |more: Value| {
+        let mut body = json!({"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["u"]}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let json = door.post("/v2/models/llm/infer", body).await.json();
+        let warnings = json["parameters"]["warnings"].as_str().unwrap_or("no warnings");
+        let text = json["outputs"][0]["data"][0].as_str().or(json["error"].as_str()).unwrap_or("nothing");
+        format!("{text}, {}", warnings.split(';').next().unwrap())
+    };
+    assert_eq!(infer(json!({"model_name": "llm", "model_version": null})).await, "uabcd, no warnings");
+    assert_eq!(infer(json!({"max_tokens": 2})).await, "uab, no warnings");
+    assert_eq!(infer(json!({"color": "red"})).await, "uabcd, color: no such parameter");
+    assert_eq!(
+        infer(json!({"max_tokens": 2, "parameters": {"max_tokens": 3}})).await,
+        "max_tokens: stands in the body and in its parameters: give it once, no warnings"
+    );
+    assert_eq!(
+        infer(json!({"sampling_parameters": {"max_tokens": 2}})).await,
+        "sampling_parameters: is no field of an inference request, which has inputs, outputs, parameters and id, no warnings"
     );
 }
