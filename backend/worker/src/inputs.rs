@@ -101,6 +101,11 @@ impl Inputs {
         }
     }
 
+    /// Of the step, without what the batch was padded with.
+    pub fn num_tokens(&self) -> usize {
+        self.token_ids.len()
+    }
+
     /// Appends the step's new blocks to the slots' tables and fills `batch`.
     ///
     /// # Errors

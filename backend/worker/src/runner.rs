@@ -146,7 +146,7 @@ impl Runner {
         let is_decode = rows.iter().all(|row| row.is_inert() || row.decodes());
         let part = if *is_masked { Part::Forward } else { Part::Whole };
         let is_settled = replay.is_none_or(|size| self.graphs.is_settled(size, part));
-        (is_decode && is_settled).then(|| self.batch.num_tokens())
+        (is_decode && is_settled).then(|| self.inputs.num_tokens())
     }
 
     /// Whether `step` can be launched now. One of which something must be known that a step in flight will tell cannot.

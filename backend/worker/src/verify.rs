@@ -141,7 +141,7 @@ impl Runner {
             slots: &mut self.slots,
             hidden: self.features.as_ref().map_or(hidden, Features::tensor),
             picked: Some(self.sampler.picked()).filter(|picked| self.inputs.logits.len() <= picked.dims()[0]),
-            decode: is_decode.then(|| (took, self.batch.num_tokens())),
+            decode: is_decode.then(|| (took, self.inputs.num_tokens())),
             graphs: &mut self.graphs,
             forward: Forward {
                 batch: &self.batch,
