@@ -1,13 +1,16 @@
-//! Launches `rms_norm.cu`.
+//! Launches `rms_norm.cu` and `rms_norm_heads.cu`.
 
 use super::OP;
 use crate::device::cuda::{CudaDevice, Launch};
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
+use crate::ops::attention::Heads;
 use crate::tensor::Tensor;
 
 /// Elements one thread loads at a time: 16 bytes of bf16.
 const VECTOR: usize = 8;
+/// Threads of a block that takes several heads.
+const HEADS_THREADS: usize = 256;
 
 pub(super) fn rms_norm(device: &CudaDevice, x: &Tensor, weight: &Tensor, eps: f32, y: &mut Tensor) -> Result<()> {
     let (launch, hidden) = plan(x, weight)?;
@@ -51,6 +54,31 @@ pub(super) fn rms_norm_pair(
     ];
     // SAFETY: `pair.rs` checked the shapes.
     unsafe { launch.run(device, OP, "rms_norm_pair_bf16", &args) }
+}
+
+pub(super) fn rms_norm_heads(
+    device: &CudaDevice,
+    qkv: &mut Tensor,
+    weights: [&Tensor; 2],
+    eps: f32,
+    heads: Heads,
+) -> Result<()> {
+    qkv.expect_dtype(OP, "qkv", DType::BF16)?;
+    let Heads { num_heads, num_kv_heads, head_dim } = heads;
+    if !head_dim.is_multiple_of(VECTOR) {
+        return Err(KernelError::NotMultiple { op: OP, what: "head_dim", size: head_dim, of: VECTOR });
+    }
+    let (tokens, _) = qkv.rows_cols();
+    // Threads of a head: at most a warp, whose sums need no shared memory.
+    let group = (head_dim / VECTOR).next_power_of_two().min(32);
+    let blocks = (tokens * (num_heads + num_kv_heads)).div_ceil(HEADS_THREADS / group);
+    let [n_tokens, n_heads, n_kv_heads, dim] =
+        [tokens, num_heads, num_kv_heads, head_dim].map(|number| (number as u32).into());
+    let [q_weight, k_weight] = weights.map(Into::into);
+    let shift = group.ilog2().into();
+    let args = [qkv.into(), q_weight, k_weight, n_tokens, n_heads, n_kv_heads, dim, shift, eps.into()];
+    // SAFETY: `heads.rs` checked the shapes.
+    unsafe { Launch::new(blocks, HEADS_THREADS as u32).run(device, "rms_norm_heads", "rms_norm_heads_bf16", &args) }
 }
 
 /// One block a row, and the length of a row.

@@ -2,10 +2,10 @@
 //!
 //! Source: Henry et al. 2020, arXiv:2010.04245 (query-key normalization), with a root mean square in place of the norm, as Qwen3 has it.
 
-use super::OP;
+use super::{OP, cuda};
 use crate::device::Device;
 use crate::dtype::{DType, Float};
-use crate::error::{KernelError, Result};
+use crate::error::Result;
 use crate::math;
 use crate::ops::attention::Heads;
 use crate::ops::rows;
@@ -24,7 +24,7 @@ use crate::with_float;
 /// Arithmetic in f32, one rounding at the store.
 ///
 /// # Errors
-/// `Shape` or `DType` if arguments do not agree, `NotOnDevice` on a GPU.
+/// `Shape` or `DType` if arguments do not agree; on a GPU `DType` unless `qkv` is bf16, `NotMultiple` unless `d` is a multiple of 8.
 pub fn rms_norm_heads(qkv: &mut Tensor, q_weight: &Tensor, k_weight: &Tensor, eps: f32, heads: Heads) -> Result<()> {
     let (tokens, _) = qkv.rows_cols();
     heads.check(OP)?;
@@ -33,8 +33,8 @@ pub fn rms_norm_heads(qkv: &mut Tensor, q_weight: &Tensor, k_weight: &Tensor, ep
         weight.expect_shape(OP, arg, [heads.head_dim])?;
         weight.expect_dtype(OP, arg, DType::F32)?;
     }
-    if *qkv.device() != Device::Cpu {
-        return Err(KernelError::NotOnDevice { op: OP, device: "a GPU, of heads" });
+    if let Device::Cuda(device) = qkv.device().clone() {
+        return cuda::rms_norm_heads(&device, qkv, [q_weight, k_weight], eps, heads);
     }
     let weights = [q_weight.as_slice::<f32>(), k_weight.as_slice::<f32>()];
     with_float!(OP, "qkv", qkv.dtype(), T => {
@@ -72,9 +72,12 @@ impl<T: Float> Kernel for NormHeads<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::super::rms_norm;
     use super::*;
     use crate::ops::matmul::testing::random;
+    use crate::testing;
 
     #[test]
     fn each_head_of_q_and_k_is_normalised_alone_and_v_stays() {
@@ -100,5 +103,38 @@ mod tests {
         }
         let err = rms_norm_heads(&mut qkv, &tensor(&[1.0; 8], [2, 4]), &k_weight, 1e-3, heads).unwrap_err();
         assert_eq!(err.to_string(), "rms_norm: q_weight has shape [2, 4], expected [24]");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn on_a_gpu_equals_the_reference_and_leaves_values_alone() {
+        let (gpu, mut rng) = (testing::gpu(), testing::rng(41));
+        for (num_heads, num_kv_heads, head_dim) in
+            [(32, 8, 128), (16, 2, 64), (5, 1, 96), (4, 4, 256), (3, 1, 8), (2, 1, 520)]
+        {
+            let heads = Heads { num_heads, num_kv_heads, head_dim };
+            for tokens in [1, 3, 130] {
+                let label = format!("{tokens} tokens of {heads:?}");
+                let cols = heads.qkv_cols();
+                let values = testing::random(&mut rng, tokens * cols, 3.0);
+                let mut weight = || -> Vec<f32> {
+                    testing::random(&mut rng, head_dim, 1.5).into_iter().map(bf16::to_f32).collect()
+                };
+                let weights = [weight(), weight()];
+                let run = |device: &Device| {
+                    let [q, k] =
+                        [0, 1].map(|i| Tensor::from_slice(device, "weight", &weights[i], [head_dim]).unwrap());
+                    let mut qkv = testing::tensor(device, &values, [tokens, cols]);
+                    rms_norm_heads(&mut qkv, &q, &k, 1e-6, heads).unwrap();
+                    qkv.to_vec::<bf16>().unwrap()
+                };
+                let (got, want) = (run(&gpu), run(&Device::Cpu));
+                testing::assert_close(&label, &got, &want, testing::BF16_BOUND);
+                let first_value = (num_heads + num_kv_heads) * head_dim;
+                for (got, values) in got.chunks(cols).zip(values.chunks(cols)) {
+                    assert_eq!(got[first_value..], values[first_value..], "{label}: values");
+                }
+            }
+        }
     }
 }
