@@ -1,6 +1,7 @@
 //! Products with bf16 weights.
 
 pub mod cuda;
+mod experts;
 mod fixed;
 
 use std::ops::Range;
@@ -205,11 +206,12 @@ pub fn gated_normed(x: &Tensor, squares: Squares<'_>, weight: &Bf16Weight, y: &m
 /// | `weight` | `[experts * inner, in]`  | bf16      | read, of the experts that were chosen |
 /// | `y`      | `[pairs, inner]`         | f32, bf16 | written, in the order of `groups.pairs` |
 ///
-/// Each row has the bits of [`matmul`] with its expert alone; takes
-/// [`matmul_workspace_bytes`](super::moe::matmul_workspace_bytes).
+/// Each row has the bits of [`matmul`] with its expert alone, on a GPU of a deterministic one; takes
+/// [`matmul_workspace_bytes`](super::moe::matmul_workspace_bytes) on the CPU.
 ///
 /// # Errors
-/// As [`matmul`], `NotMultiple` if experts do not divide the weight, `NotOnDevice` on a GPU.
+/// As [`matmul`], `NotMultiple` if experts do not divide the weight; on a GPU `DType` unless `x` and `y` are bf16, `NotMultiple` unless `in`
+/// is a multiple of 8.
 pub fn matmul_experts(
     x: &Tensor,
     rows: Rows,
@@ -220,7 +222,23 @@ pub fn matmul_experts(
 ) -> Result<()> {
     match &weight.form {
         Form::Packed(packed) => matmul::matmul_grouped(x, rows, packed, groups, y, workspace),
-        Form::Rows(_) => Err(KernelError::NotOnDevice { op: "matmul_experts", device: "a , `NotOnDevice` on a GPU" }),
+        Form::Rows(weight) => {
+            experts::matmul(weight.gpu(), x, rows, weight.tensor(), groups, experts::Store::Plain, y)
+        }
+    }
+}
+
+/// [`matmul_experts`] and [`silu_mul`](super::silu_mul::silu_mul) in one pass, to the same bits, where there is a kernel for it; else `false`, and
+/// nothing is done. Each expert's part of the weight is gate above up; `y` is `[pairs, inner / 2]`.
+///
+/// # Errors
+/// As [`matmul_experts`].
+pub fn gated_experts(x: &Tensor, rows: Rows, weight: &Bf16Weight, groups: &Groups, y: &mut Tensor) -> Result<bool> {
+    match &weight.form {
+        Form::Packed(_) => Ok(false),
+        Form::Rows(weight) => {
+            experts::matmul(weight.gpu(), x, rows, weight.tensor(), groups, experts::Store::Gated, y).map(|()| true)
+        }
     }
 }
 

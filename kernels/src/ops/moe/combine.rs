@@ -1,9 +1,9 @@
 //! Experts' outputs back in the order of tokens.
 
-use super::Groups;
+use super::{Groups, cuda};
 use crate::device::Device;
 use crate::dtype::{DType, Float};
-use crate::error::{KernelError, Result};
+use crate::error::Result;
 use crate::math;
 use crate::ops::rows;
 use crate::simd::{F32x16, Kernel, LANES, Level};
@@ -33,7 +33,7 @@ pub struct Shared<'a> {
 /// Sums in f32, one rounding at the store.
 ///
 /// # Errors
-/// `Shape` or `DType` if arguments do not agree, `NotOnDevice` on a GPU.
+/// `Shape` or `DType` if arguments do not agree; on a GPU `DType` unless they are bf16, `NotMultiple` unless `hidden` is a multiple of 8.
 pub fn combine(
     x: &Tensor,
     groups: &Groups,
@@ -57,8 +57,8 @@ pub fn combine(
             gate.expect_dtype(OP, "gate", DType::F32)?;
         }
     }
-    if *y.device() != Device::Cpu {
-        return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" });
+    if let Device::Cuda(device) = y.device().clone() {
+        return cuda::combine(&device, x, groups, weights, shared, y);
     }
     let (places, weights) = (groups.places.as_slice::<i32>(), weights.as_slice::<f32>());
     let gate = shared.and_then(|shared| shared.gate).map(Tensor::as_slice::<f32>);

@@ -7,13 +7,14 @@
 //! | [`route`]             | router logits to each token's experts, and what each counts |
 //! | [`permute`]           | the pairs of a token and its choice, in the order of experts |
 //! | `matmul_experts`      | in the folder of each weight format: rows times their own expert's part of one stacked weight |
-//! | `silu_mul`, and again | |
+//! | `silu_mul`, and again | on a GPU in one with the product before it: `gated_experts` |
 //! | [`combine`]           | back to the order of tokens, weighted and summed, with what all tokens go through |
 //!
 //! The weights of all experts are one weight, `[experts * out, in]`, so that any format serves; those that no token chose are not
 //! read. A token's result does not depend on other tokens: its sums have their own order, and every row is multiplied by itself.
 
 mod combine;
+mod cuda;
 mod permute;
 mod route;
 

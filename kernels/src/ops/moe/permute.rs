@@ -1,6 +1,6 @@
 //! Pairs of tokens and experts, sorted by expert.
 
-use super::Groups;
+use super::{Groups, cuda};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
@@ -16,7 +16,7 @@ const OP: &str = "moe_permute";
 /// | `groups` | of as many tokens | i32   | written |
 ///
 /// # Errors
-/// `Shape` or `DType` if arguments do not agree, `Value` if an id is no expert, `NotOnDevice` on a GPU.
+/// `Shape` or `DType` if arguments do not agree; on the CPU also `Value` if an id is no expert, which on a GPU counts as the last.
 pub fn permute(ids: &Tensor, groups: &mut Groups) -> Result<()> {
     let (tokens, top_k) = ids.rows_cols();
     let (num_pairs, num_experts) = (tokens * top_k, groups.num_experts());
@@ -24,8 +24,8 @@ pub fn permute(ids: &Tensor, groups: &mut Groups) -> Result<()> {
     ids.expect_shape(OP, "ids", [tokens, groups.top_k])?;
     groups.pairs.expect_shape(OP, "pairs", [num_pairs])?;
     groups.places.expect_shape(OP, "places", [num_pairs])?;
-    if *ids.device() != Device::Cpu {
-        return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" });
+    if let Device::Cuda(device) = ids.device() {
+        return cuda::permute(device, ids, groups);
     }
     let ids = ids.as_slice::<i32>();
     if let Some(&id) = ids.iter().find(|&&id| usize::try_from(id).map_or(true, |id| id >= num_experts)) {

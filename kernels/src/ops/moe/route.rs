@@ -1,5 +1,6 @@
 //! Router logits to experts.
 
+use super::cuda;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
@@ -104,7 +105,7 @@ impl Router {
 /// Of equal scores the lower expert is better. Logits that are not finite make weights that are not, of some experts.
 ///
 /// # Errors
-/// `Shape` or `DType` if arguments do not agree, those of [`Router::check`], `NotOnDevice` on a GPU.
+/// `Shape` or `DType` if arguments do not agree, those of [`Router::check`].
 pub fn route(
     logits: &mut Tensor,
     bias: Option<&Tensor>,
@@ -125,8 +126,8 @@ pub fn route(
         bias.expect_shape(OP, "bias", [num_experts])?;
         bias.expect_dtype(OP, "bias", DType::F32)?;
     }
-    if *logits.device() != Device::Cpu {
-        return Err(KernelError::NotOnDevice { op: OP, device: "a GPU" });
+    if let Device::Cuda(device) = logits.device().clone() {
+        return cuda::route(&device, logits, bias, router, ids, weights);
     }
     let bias = bias.map(Tensor::as_slice::<f32>);
     let (ids, weights) = (SharedMut::new(ids.as_mut_slice()), SharedMut::new(weights.as_mut_slice()));

@@ -14,7 +14,7 @@ pub(super) fn silu_mul(device: &CudaDevice, gate_up: &Tensor, y: &mut Tensor) ->
     if !inner.is_multiple_of(8) {
         return Err(KernelError::NotMultiple { op: OP, what: "inner", size: inner, of: 8 });
     }
-    let grid = [(inner / 8).div_ceil(THREADS), rows];
+    let grid = [rows, (inner / 8).div_ceil(THREADS)];
     let args = [gate_up.into(), y.into(), (inner as u32).into()];
     // SAFETY: `mod.rs` checked the shapes.
     unsafe { Launch::new(grid, THREADS as u32).run(device, OP, "silu_mul_bf16", &args) }
