@@ -5,7 +5,7 @@
 
 use drafthorse_kernels::ops::moe::{Groups, MAX_EXPERTS, Router, Rows, Shared, TopGroups, combine, permute, route};
 use drafthorse_kernels::ops::silu_mul::silu_mul;
-use drafthorse_kernels::{DType, Device, KernelError, Tensor};
+use drafthorse_kernels::{DType, Tensor};
 
 use super::linear::load_weight;
 use super::mlp::{FeedForward, GatedMlp};
@@ -33,8 +33,8 @@ impl Experts {
     pub(crate) const PROJECTIONS: [&'static str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
     /// # Errors
-    /// `Unsupported`, naming the key, if the router's numbers do not go together; `NotOnDevice` on a GPU.
-    fn check(&self, device: &Device) -> Result<()> {
+    /// `Unsupported`, naming the key, if the router's numbers do not go together.
+    fn check(&self) -> Result<()> {
         let refuse = |key: &str, value: usize, supported: String| {
             Err(ModelError::Unsupported { key: key.to_owned(), value: value.to_string(), supported })
         };
@@ -60,11 +60,7 @@ impl Experts {
         if num_experts > MAX_EXPERTS {
             return refuse("the number of experts", num_experts, format!("1 up to {MAX_EXPERTS}"));
         }
-        self.router.check()?;
-        match device {
-            Device::Cpu => Ok(()),
-            Device::Cuda(_) => Err(KernelError::NotOnDevice { op: "a mixture of experts", device: "a GPU" }.into()),
-        }
+        Ok(self.router.check()?)
     }
 }
 
@@ -106,7 +102,7 @@ impl SparseMlp {
     /// Loads this rank's shard of the experts at `at`.
     pub(crate) fn load(at: &Loader<'_>, experts: &Experts) -> Result<Self> {
         let Experts { router, intermediate, projections: [gate, up, down], .. } = *experts;
-        experts.check(at.context().device)?;
+        experts.check()?;
         let (hidden, world) = (at.config().hidden_size, at.place().world);
         let schemes = at.context().schemes;
         let of_experts = |projections: &[&str], out_features, shard| -> Vec<Part<'_>> {
@@ -152,9 +148,11 @@ impl SparseMlp {
         let pairs = groups.num_pairs();
         // First: it outlives the call.
         let mut gated = cx.take([pairs, self.intermediate], x.dtype())?;
-        let mut gate_up = cx.take([pairs, 2 * self.intermediate], x.dtype())?;
-        self.gate_up.matmul_experts(&Activation::from(x), Rows::OfTokens, groups, &mut gate_up, cx.workspace)?;
-        silu_mul(&gate_up, &mut gated)?;
+        if !self.gate_up.gated_experts(&Activation::from(x), Rows::OfTokens, groups, &mut gated)? {
+            let mut gate_up = cx.take([pairs, 2 * self.intermediate], x.dtype())?;
+            self.gate_up.matmul_experts(&Activation::from(x), Rows::OfTokens, groups, &mut gate_up, cx.workspace)?;
+            silu_mul(&gate_up, &mut gated)?;
+        }
         Ok(gated)
     }
 }
@@ -218,7 +216,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use drafthorse_kernels::ops::moe::{GroupScore, Scoring};
-    use drafthorse_kernels::{Solo, Workspace};
+    use drafthorse_kernels::{Device, Solo, Workspace};
 
     use super::*;
     use crate::quant::{ActivationFormat, schemes};
@@ -333,7 +331,7 @@ mod tests {
             let router = Router { num_experts, top_k, scoring: Scoring::Softmax, groups, normalize: true, scale: 1.0 };
             let (projections, has_correction_bias) = (Experts::PROJECTIONS, false);
             let experts = Experts { router, has_correction_bias, intermediate: 32, projections, shared: None };
-            experts.check(&Device::Cpu).unwrap_err().to_string()
+            experts.check().unwrap_err().to_string()
         };
         let chosen = |top_k, choice| {
             format!(

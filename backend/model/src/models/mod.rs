@@ -2,6 +2,8 @@
 
 mod decoder;
 mod deepseek;
+#[cfg(test)]
+mod families;
 mod llama;
 mod mistral;
 mod mixtral;

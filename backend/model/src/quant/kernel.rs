@@ -13,7 +13,7 @@ use super::scheme::{Activation, ActivationFormat, QuantWeight, SpreadNorm};
 use crate::error::Result;
 
 macro_rules! quant_weight {
-    ($weight:ty, $op:ident $(, $gated:path, $spreads:path)?) => {
+    ($weight:ty, $op:ident $(, $gated:path, $gated_experts:path, $spreads:path)?) => {
         impl QuantWeight for $weight {
             fn activation(&self) -> ActivationFormat {
                 ActivationFormat::Float
@@ -25,6 +25,16 @@ macro_rules! quant_weight {
 
             $(fn gated(&self, x: &Activation<'_>, y: &mut Tensor) -> Result<bool> {
                 Ok($gated(x.values, self, y)?)
+            }
+
+            fn gated_experts(
+                &self,
+                x: &Activation<'_>,
+                rows: Rows,
+                groups: &Groups,
+                y: &mut Tensor,
+            ) -> Result<bool> {
+                Ok($gated_experts(x.values, rows, self, groups, y)?)
             }
 
             fn spread_norm(&self, tokens: usize) -> Option<&dyn SpreadNorm> {
@@ -65,13 +75,13 @@ macro_rules! quant_weight {
 
             fn experts_workspace_bytes(&self, pairs: usize, num_experts: usize) -> usize {
                 let [_, inputs] = self.dims();
-                matmul_workspace_bytes(pairs, inputs, num_experts)
+                matmul_workspace_bytes(self.device(), pairs, inputs, num_experts)
             }
         }
     };
 }
 
-quant_weight!(Bf16Weight, matmul_bf16, matmul_bf16::gated, matmul_bf16::spreads_norm);
+quant_weight!(Bf16Weight, matmul_bf16, matmul_bf16::gated, matmul_bf16::gated_experts, matmul_bf16::spreads_norm);
 quant_weight!(F32Weight, matmul_f32);
 quant_weight!(Fp8Weight, matmul_fp8);
 quant_weight!(Int8Weight, matmul_int8);

@@ -101,6 +101,12 @@ pub trait QuantWeight: Send + Sync {
         workspace: &Workspace,
     ) -> Result<()>;
 
+    /// [`matmul_experts`](Self::matmul_experts) and the gate in one pass, each expert's part of the weight being gate above up; `false`, and
+    /// nothing done, where there is no kernel for it.
+    fn gated_experts(&self, _x: &Activation<'_>, _rows: Rows, _groups: &Groups, _y: &mut Tensor) -> Result<bool> {
+        Ok(false)
+    }
+
     /// `y = silu(x @ gateᵀ) * (x @ upᵀ)` in one pass, `weight` being gate above up; `false`, and nothing done, where there is no
     /// kernel for it.
     fn gated(&self, _x: &Activation<'_>, _y: &mut Tensor) -> Result<bool> {

@@ -54,13 +54,20 @@ fn jobs(vocab: TokenId, max_tokens: u32) -> Vec<Job> {
 
 /// A folder with the config of a small Llama for so many positions, whose weights are made up.
 pub(super) fn made_up(positions: u32) -> TempDir {
+    made_up_with(positions, "{}")
+}
+
+/// The same with changes over the config.
+fn made_up_with(positions: u32, changes: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    let config = serde_json::json!({
+    let mut config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 1000,
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
     });
+    let changes: serde_json::Map<_, _> = serde_json::from_str(changes).unwrap();
+    config.as_object_mut().unwrap().extend(changes);
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     dir
 }
@@ -79,6 +86,31 @@ fn recorded_steps_give_the_bits_of_steps_op_by_op() {
     // Now every size is recorded.
     assert_eq!(recorded.serve(&jobs, Schedule::together()), op_by_op);
     assert_eq!(recorded.serve(&jobs, Schedule::wild(1)), random(true).serve(&jobs, Schedule::wild(1)));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn families_whose_layers_choose_are_recorded_as_others_are() {
+    for changes in [
+        r#"{"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}"#,
+        r#"{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}"#,
+        r#"{"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 200}"#,
+        r#"{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 96,
+            "norm_topk_prob": true}"#,
+    ] {
+        let dir = made_up_with(512, changes);
+        let random = |eager| engine(dir.path(), |config| (config.random_weights, config.eager) = (true, eager));
+        let jobs = jobs(1000, 20);
+        let op_by_op = random(true).serve(&jobs, Schedule::together());
+        assert!(op_by_op.iter().all(|outcome| outcome.tokens.len() >= 20 && outcome.error.is_none()), "{changes}");
+        assert_ne!(op_by_op[0].tokens[..8], op_by_op[2].tokens[..8], "{changes}");
+        let mut recorded = random(false);
+        for run in 0..3 {
+            assert!(recorded.serve(&jobs, Schedule::together()) == op_by_op, "{changes}: run {run}");
+        }
+        assert!(recorded.serve(&jobs, Schedule::wild(1)) == random(true).serve(&jobs, Schedule::wild(1)), "{changes}");
+    }
 }
 
 #[test]

@@ -23,8 +23,12 @@ pub use permute::permute;
 pub use route::{GroupScore, MAX_EXPERTS, Router, Scoring, TopGroups, route};
 
 pub use super::matmul::{Groups, Rows};
+use crate::device::Device;
 
 /// Bytes of workspace that a grouped product of `pairs` rows takes, whatever the format.
-pub fn matmul_workspace_bytes(pairs: usize, inputs: usize, num_experts: usize) -> usize {
-    super::matmul::workspace_bytes(pairs, inputs) + Groups::matmul_bytes(num_experts)
+pub fn matmul_workspace_bytes(device: &Device, pairs: usize, inputs: usize, num_experts: usize) -> usize {
+    match device {
+        Device::Cpu => super::matmul::workspace_bytes(pairs, inputs) + Groups::matmul_bytes(num_experts),
+        Device::Cuda(_) => 0,
+    }
 }
