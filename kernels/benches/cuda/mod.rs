@@ -1,5 +1,6 @@
 //! The table: one line a shape.
 
+mod experts;
 mod layer;
 mod timing;
 
@@ -40,6 +41,9 @@ pub fn run() -> Result<()> {
     }
     if wanted("small") {
         small(&device, &mut random)?;
+    }
+    if wanted("experts") {
+        experts::run(&device, &mut random)?;
     }
     if wanted("layers") {
         layer::run(&device, &mut random)?;

@@ -77,14 +77,18 @@ impl Random {
 
     pub fn tensor(&mut self, shape: impl Into<Shape>) -> Result<Tensor> {
         let shape = shape.into();
-        let len = shape.num_elements();
+        let values = self.values(shape.num_elements());
+        Tensor::from_slice(&self.device, "random", &values, shape)
+    }
+
+    pub fn values(&mut self, len: usize) -> Vec<bf16> {
         let mut values = Vec::with_capacity(len);
         while values.len() < len {
             let from = self.rng.random_range(0..self.pool.len() / 2);
             let take = (len - values.len()).min(self.pool.len() - from);
             values.extend_from_slice(&self.pool[from..from + take]);
         }
-        Tensor::from_slice(&self.device, "random", &values, shape)
+        values
     }
 
     /// About normal, of deviation 2.3.

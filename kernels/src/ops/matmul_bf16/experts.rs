@@ -63,6 +63,8 @@ pub(super) fn matmul(
     y: &mut Tensor,
 ) -> Result<()> {
     let by = kernel(groups.num_pairs(), groups.num_experts().max(1));
+    // The largest tiles take more shared memory than some GPUs before Hopper have.
+    let by = if device.is_hopper() { by } else { by.min(3) };
     matmul_by(by, device, x, rows, weight, groups, store, y)
 }
 

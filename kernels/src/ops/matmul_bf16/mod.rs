@@ -222,9 +222,7 @@ pub fn matmul_experts(
 ) -> Result<()> {
     match &weight.form {
         Form::Packed(packed) => matmul::matmul_grouped(x, rows, packed, groups, y, workspace),
-        Form::Rows(weight) => {
-            experts::matmul(weight.gpu(), x, rows, weight.tensor(), groups, experts::Store::Plain, y)
-        }
+        Form::Rows(weight) => experts::matmul(weight.gpu(), x, rows, weight.tensor(), groups, experts::Store::Plain, y),
     }
 }
 

@@ -39,8 +39,7 @@ pub(super) fn route(
         scale.to_bits(),
     ];
     let bias = bias.map_or(0, Tensor::device_address);
-    let args =
-        [logits.into(), bias.into(), ids.into(), weights.into(), (tokens as u32).into(), Arg::Struct(&numbers)];
+    let args = [logits.into(), bias.into(), ids.into(), weights.into(), (tokens as u32).into(), Arg::Struct(&numbers)];
     let launch = Launch::new(tokens.div_ceil(ROUTE_WARPS), (ROUTE_WARPS * WARP) as u32)
         .shared_bytes(ROUTE_WARPS * (2 * num_experts + num_groups) * 4);
     // SAFETY: the shapes were checked, and the router's numbers go together.

@@ -21,11 +21,17 @@ moe_permute(const int* ids, int* pairs, int* places, int* offsets, uint32_t num_
     const auto chosen = [&](uint32_t pair) { return min(uint32_t(ids[pair]), experts - 1); };
 
     uint32_t fewer = 0, own = 0;
-#pragma unroll 8
-    for (uint32_t i = begin + lane; i < end; i += 32) {
-        const uint32_t id = chosen(i);
-        fewer += id < expert, own += id == expert;
+    const auto count = [&](uint32_t id) { fewer += id < expert, own += id == expert; };
+    uint32_t i = begin + lane;
+    // Eight at a time, so that their loads are on their way together.
+    for (; i + 7 * 32 < end; i += 8 * 32) {
+        uint32_t eight[8];
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) eight[j] = chosen(i + j * 32);
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) count(eight[j]);
     }
+    for (; i < end; i += 32) count(chosen(i));
     fewer = __reduce_add_sync(~0u, fewer), own = __reduce_add_sync(~0u, own);
     if (lane == 0) fewer_of[warp] = fewer, own_of[warp] = own;
     __syncthreads();
@@ -36,6 +42,7 @@ moe_permute(const int* ids, int* pairs, int* places, int* offsets, uint32_t num_
         if (expert == experts - 1) offsets[experts] = num_pairs;
     }
     if (own == 0) return;
+#pragma unroll 4
     for (uint32_t base = begin; base < end; base += 32) {
         const bool is_own = base + lane < end && chosen(base + lane) == expert;
         const uint32_t of_turn = __ballot_sync(~0u, is_own);

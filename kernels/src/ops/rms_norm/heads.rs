@@ -117,13 +117,11 @@ mod tests {
                 let label = format!("{tokens} tokens of {heads:?}");
                 let cols = heads.qkv_cols();
                 let values = testing::random(&mut rng, tokens * cols, 3.0);
-                let mut weight = || -> Vec<f32> {
-                    testing::random(&mut rng, head_dim, 1.5).into_iter().map(bf16::to_f32).collect()
-                };
+                let mut weight =
+                    || -> Vec<f32> { testing::random(&mut rng, head_dim, 1.5).into_iter().map(bf16::to_f32).collect() };
                 let weights = [weight(), weight()];
                 let run = |device: &Device| {
-                    let [q, k] =
-                        [0, 1].map(|i| Tensor::from_slice(device, "weight", &weights[i], [head_dim]).unwrap());
+                    let [q, k] = [0, 1].map(|i| Tensor::from_slice(device, "weight", &weights[i], [head_dim]).unwrap());
                     let mut qkv = testing::tensor(device, &values, [tokens, cols]);
                     rms_norm_heads(&mut qkv, &q, &k, 1e-6, heads).unwrap();
                     qkv.to_vec::<bf16>().unwrap()
