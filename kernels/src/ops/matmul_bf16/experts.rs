@@ -304,14 +304,16 @@ mod tests {
             let all: Vec<_> = (0..4).map(|_| inputs()).collect();
             let mut want = Vec::new();
             for (values, scores) in &all {
-                (x.copy_from_slice(values).unwrap(), logits.copy_from_slice(scores).unwrap());
+                x.copy_from_slice(values).unwrap();
+                logits.copy_from_slice(scores).unwrap();
                 layer(&x, &mut logits, &mut y).unwrap();
                 want.push(y.to_vec::<bf16>().unwrap());
             }
             assert!(want[0] != want[1] && want.iter().flatten().all(|y| y.is_finite()));
             let recording = gpu.record(|| layer(&x, &mut logits, &mut y)).unwrap();
             for ((values, scores), want) in all.iter().zip(&want) {
-                (x.copy_from_slice(values).unwrap(), logits.copy_from_slice(scores).unwrap());
+                x.copy_from_slice(values).unwrap();
+                logits.copy_from_slice(scores).unwrap();
                 y.copy_from_slice(&vec![bf16::NAN; tokens * hidden]).unwrap();
                 recording.replay().unwrap();
                 assert!(y.to_vec::<bf16>().unwrap() == *want, "{tokens} tokens, {top_k} of {num_experts} experts");

@@ -103,7 +103,7 @@ mod tests {
     fn choices(rng: &mut StdRng, tokens: usize, top_k: usize, num_experts: usize) -> Vec<i32> {
         let mut experts: Vec<i32> = (0..num_experts as i32).collect();
         let choose = |token: usize| {
-            let open = if token % 3 == 0 { num_experts } else { (num_experts / 2).max(top_k) };
+            let open = if token.is_multiple_of(3) { num_experts } else { (num_experts / 2).max(top_k) };
             experts[..open].shuffle(rng);
             experts[..top_k].to_vec()
         };
