@@ -6,7 +6,7 @@ use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
-use super::jinja::{RAISED, environment, without_generation_blocks};
+use super::jinja::{RAISED, environment, fuel, text_bytes, without_generation_blocks};
 use crate::error::{Result, ServerError};
 
 /// The name of the template that is used when the caller names none.
@@ -85,17 +85,20 @@ impl ChatTemplate {
     pub fn render(&self, chat: &Chat) -> Result<String> {
         let messages = chat.messages.iter().enumerate().map(|(at, message)| plain_message(at, message));
         let messages: Vec<Value> = messages.collect::<Result<_>>()?;
-        let with_tools = self.env.get_template(TOOL_USE).ok().filter(|_| chat.tools.is_some());
-        let template = match with_tools {
-            Some(template) => template,
-            None => self.env.get_template(DEFAULT).map_err(ServerError::internal)?,
-        };
         let mut variables = self.special_tokens.clone();
         variables.insert("messages".into(), Value::Array(messages));
         variables.insert("tools".into(), json!(chat.tools));
         variables.insert("documents".into(), json!(chat.documents));
         variables.insert("add_generation_prompt".into(), Value::Bool(chat.add_generation_prompt));
         variables.extend(chat.variables.clone());
+
+        let mut env = self.env.clone();
+        env.set_fuel(Some(fuel(variables.values().map(text_bytes).sum())));
+        let with_tools = env.get_template(TOOL_USE).ok().filter(|_| chat.tools.is_some());
+        let template = match with_tools {
+            Some(template) => template,
+            None => env.get_template(DEFAULT).map_err(ServerError::internal)?,
+        };
         let rendered = template.render(Serde(&variables)).or_else(|error| {
             // Most templates want text where a message that only calls tools has none.
             match error.kind() != ErrorKind::OutOfFuel && without_nulls(&mut variables) {
@@ -104,9 +107,10 @@ impl ChatTemplate {
             }
         });
         rendered.map_err(|error| match error.detail() {
-            _ if error.kind() == ErrorKind::OutOfFuel => {
-                ServerError::bad_input("messages", "the chat template took too many steps and was stopped")
-            }
+            _ if error.kind() == ErrorKind::OutOfFuel => ServerError::bad_input(
+                "messages",
+                "the chat template took too many steps or too much memory and was stopped",
+            ),
             Some(detail) if detail.starts_with(RAISED) => ServerError::bad_input("messages", detail),
             _ => ServerError::bad_input("messages", format!("the chat template failed: {error}")),
         })
@@ -263,7 +267,7 @@ pub(crate) mod tests {
         let one = chat(json!([{"role": "user", "content": "a b"}]));
         let began = std::time::Instant::now();
         let said = |template: &str| render(template, &one);
-        let stopped = "messages: the chat template took too many steps and was stopped";
+        let stopped = "messages: the chat template took too many steps or too much memory and was stopped";
         let loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
         assert_eq!(said(loops), stopped);
         // Deep, and with many calls at each depth.
@@ -282,8 +286,50 @@ pub(crate) mod tests {
             assert!(said.starts_with("messages: the chat template failed: "), "{template}: {said}");
         }
         assert!(began.elapsed().as_secs() < 60, "{:?}", began.elapsed());
+        // What grows by doubling, or has itself in it many times over, before it is printed.
+        let lists = "{% set ns = namespace(x=['a'], s='abcdefgh') %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}";
+        let texts = "{% set s = 'x' * 1000000 %}{% set l = [s] * 100000 %}";
+        for (begin, doing) in [
+            (
+                "{% set ns = namespace(s='abcdefgh') %}",
+                "{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+            ),
+            (
+                "{% set ns = namespace(s='abcdefgh') %}",
+                "{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+            ),
+            ("", "{% macro d(s, n) %}{% if n %}{{ d(s ~ s, n - 1) }}{% endif %}{% endmacro %}{{ d('abcdefgh', 40) }}"),
+            ("{% set s = 'x' * 100000 %}", "{% for i in range(100000) %}{{ s }}{% endfor %}"),
+            (lists, "{{ ns.x }}"),
+            (lists, "{{ ns.x | string | length }}"),
+            (lists, "{{ ns.x | tojson | length }}"),
+            (lists, "{{ '{}'.format(ns.x) | length }}"),
+            (texts, "{{ ''.join(l) | length }}"),
+            (texts, "{{ l | join | length }}"),
+            (texts, "{{ l | join(', ') | length }}"),
+            (texts, "{{ s.replace('x', s) | length }}"),
+            (texts, "{{ s | replace('x', s) | length }}"),
+            (texts, "{{ ('{0}' * 100000).format(s) | length }}"),
+            ("", "{{ '{:90000000000}'.format(1) | length }}"),
+            ("{% set s = '\\n' * 60000000 %}", "{{ s.splitlines() | length }}"),
+            ("{% set s = 'a ' * 30000000 %}", "{{ s.split(' ') | length }}"),
+        ] {
+            let said = said(&format!("{begin}{doing}"));
+            assert!(said == stopped, "{doing}: {}", &said[..said.len().min(200)]);
+        }
         // What one rendering used up, the next has again.
         assert_eq!(said("{% for i in range(50000) %}{% endfor %}b"), "b");
+    }
+
+    #[test]
+    fn a_long_conversation_may_cost_more_than_a_short_one() {
+        let words = "word ".repeat(100_000);
+        let long = chat(json!([{"role": "user", "content": words}]));
+        let template = "{% for i in range(50) %}{{ messages[0].content | trim | length }}{% endfor %}";
+        assert_eq!(render(template, &long).len(), 50 * 6);
+        let made = "{% set s = 'word ' * 100000 %}{% for i in range(50) %}{{ s | trim | length }}{% endfor %}";
+        let short = chat(json!([{"role": "user", "content": "x"}]));
+        assert!(render(made, &short).ends_with("was stopped"));
     }
 
     #[test]

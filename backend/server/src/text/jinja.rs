@@ -1,16 +1,18 @@
 //! The Jinja that chat templates are written in: Jinja2 as transformers sets it up.
 
+mod bounds;
+
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State};
 
+pub(super) use bounds::{fuel, text_bytes};
+
 /// Stands before what a template says through `raise_exception`.
 pub(super) const RAISED: &str = "refused by the chat template: ";
 
-/// Steps of one rendering: a template takes tens for a message.
-const MAX_STEPS: u64 = 10_000_000;
 /// How deep calls and inclusions lie in one another, by the engine's count, in which a call is several deep.
 const MAX_DEPTH: usize = 300;
 
@@ -19,14 +21,16 @@ pub(super) fn environment() -> Environment<'static> {
     let mut env = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.expect("the delimiters are Jinja's own"));
-    env.set_fuel(Some(MAX_STEPS));
+    env.set_fuel(Some(fuel(0)));
     env.set_recursion_limit(MAX_DEPTH);
     env.set_auto_escape_callback(|_| AutoEscape::None);
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    env.set_unknown_method_callback(bounds::method);
     env.set_formatter(print_as_python);
     env.add_function("raise_exception", raise_exception);
     env.add_function("strftime_now", |format: String| strftime(&format, SystemTime::now()));
     env.add_filter("tojson", tojson);
+    env.add_filter("join", bounds::join);
+    env.add_filter("string", bounds::string);
     env
 }
 
@@ -55,12 +59,13 @@ fn raise_exception(message: &str) -> Result<String, Error> {
 }
 
 /// Prints what Python's `str` would.
-fn print_as_python(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
+fn print_as_python(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     match value.kind() {
         ValueKind::Undefined => {}
         ValueKind::None => out.write_str("None")?,
         ValueKind::Bool if value.is_true() => out.write_str("True")?,
         ValueKind::Bool => out.write_str("False")?,
+        ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => out.write_str(&bounds::printed(state, value)?)?,
         _ => write!(out, "{value}")?,
     }
     Ok(())
@@ -68,7 +73,7 @@ fn print_as_python(out: &mut Output, _: &mut State, value: &Value) -> Result<(),
 
 /// `json.dumps` with transformers' defaults: characters beyond ASCII stay, a space after each separator.
 #[expect(clippy::needless_pass_by_value, reason = "this is how minijinja hands over keywords")]
-fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
+fn tojson(state: &mut State, value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
     let mut dump = Dump {
@@ -84,8 +89,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     if let Some([item, key]) = separators.as_deref() {
         (dump.item, dump.key) = (item.clone(), key.clone());
     }
-    let json = serde_json::to_value(value)
-        .map_err(|error| Error::new(ErrorKind::BadSerialization, "tojson: not JSON").with_source(error))?;
+    let json = bounds::json(state, value)?;
     dump.value(&json, 0);
     Ok(dump.out)
 }
