@@ -207,6 +207,27 @@ fn what_is_wrong_with_a_lark_grammar_has_its_line_and_column() {
 }
 
 #[test]
+fn whatever_a_lark_grammar_has_wrong_is_said_in_one_line() {
+    const PARTS: [&str; 22] = [
+        "start", ":", " ", "\n", "\"", "a", "é", "🦀", "/", "\\", "(", ")", "|", "<|end|>", "<", "[", "@x", "%json {",
+        "//", "#", "*", "..",
+    ];
+    let grammars = Grammars::new(vocabulary());
+    let mut seed = 7u64;
+    for _ in 0..300 {
+        let mut text = "start: ".to_owned();
+        for _ in 0..8 {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            text.push_str(PARTS[(seed >> 33) as usize % PARTS.len()]);
+        }
+        if let Err(error) = grammars.compile(&Grammar::Lark(text.clone())) {
+            let said = error.to_string();
+            assert!(!said.is_empty() && !said.contains('\n') && !said.contains("at 1("), "{text:?}: {said}");
+        }
+    }
+}
+
+#[test]
 fn an_end_token_that_a_grammar_names_ends_it_or_is_refused() {
     let followed = "<|end|> ends the answer, so nothing can follow it, but the grammar wants more";
     for (grammar, at) in [
