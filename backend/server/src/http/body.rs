@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::app::App;
 use crate::error::{Result, ServerError};
+use crate::params::key_given_twice;
 
 /// What a body as a whole is called in messages.
 pub(super) const BODY: &str = "body";
@@ -49,7 +50,7 @@ impl Body {
     /// The body as a JSON object.
     ///
     /// # Errors
-    /// `BadJson` with the position, `BadInput` for other JSON.
+    /// `BadJson` with the position, `BadInput` for other JSON, and for a key that comes twice.
     pub(super) fn object(self) -> Result<Map<String, Value>> {
         object(&self.0?)
     }
@@ -64,7 +65,10 @@ impl Body {
 /// Bytes as a JSON object; see [`Body::object`].
 pub(super) fn object(bytes: &[u8]) -> Result<Map<String, Value>> {
     match serde_json::from_slice(bytes) {
-        Ok(Value::Object(map)) => Ok(map),
+        Ok(Value::Object(map)) => match key_given_twice(bytes) {
+            Some(key) => Err(ServerError::bad_input(key, "is given twice")),
+            None => Ok(map),
+        },
         Ok(_) => Err(ServerError::bad_input(BODY, "must be a JSON object")),
         Err(error) => Err(ServerError::bad_json(BODY, &error)),
     }

@@ -1,5 +1,10 @@
 //! Parameters of one request that came by two ways.
 
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::Deserializer as _;
+use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
 use super::field::shown;
@@ -46,6 +51,30 @@ fn same(a: &Value, b: &Value) -> bool {
     a == b || text(a) == text(b) || number(a).is_some_and(|a| number(b) == Some(a))
 }
 
+/// The first key that an object in JSON has twice; of the two values only the last would count. Looks at the object itself alone.
+pub fn key_given_twice(json: &[u8]) -> Option<String> {
+    struct Keys;
+    impl<'de> Visitor<'de> for Keys {
+        type Value = Option<String>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let mut seen = HashSet::new();
+            let mut twice = None;
+            while let Some((key, _)) = map.next_entry::<String, IgnoredAny>()? {
+                if !seen.insert(key.clone()) {
+                    twice.get_or_insert(key);
+                }
+            }
+            Ok(twice)
+        }
+    }
+    serde_json::Deserializer::from_slice(json).deserialize_map(Keys).ok().flatten()
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -58,6 +87,14 @@ mod tests {
             Ok(all) => Value::Object(all).to_string(),
             Err(error) => error.to_string(),
         }
+    }
+
+    #[test]
+    fn a_key_that_comes_twice_is_found() {
+        let twice = |json: &str| key_given_twice(json.as_bytes());
+        assert_eq!(twice(r#"{"n": 1, "seed": {"n": [2, "n"]}}"#), None);
+        assert_eq!(twice(r#"{"n": 1, "seed": 2, "n": 1}"#), Some("n".into()));
+        assert_eq!((twice("[1]"), twice("{"), twice("null")), (None, None, None));
     }
 
     #[test]

@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 use crate::error::{Result, ServerError, nearest_hint};
 use field::{Field, MAX_STOP_TOKENS, shown};
 pub use guided::Guided;
-pub use merge::Given;
+pub use merge::{Given, key_given_twice};
 
 /// Most choices of a request, those that `best_of` drops among them.
 const MAX_CHOICES: u32 = 128;
@@ -185,10 +185,13 @@ const NOT_SUPPORTED: [&str; 8] = [
 /// A JSON object in a text, the `sampling_parameters` of vLLM's tensors; `null` is an empty one. `field` is its name in messages.
 ///
 /// # Errors
-/// `BadJson` with the position, or `BadInput` if it is no object.
+/// `BadJson` with the position, or `BadInput` if it is no object, or has a key twice.
 pub fn object(field: &str, text: &str) -> Result<Map<String, Value>> {
     match serde_json::from_str(text).map_err(|error| ServerError::bad_json(field, &error))? {
-        Value::Object(map) => Ok(map),
+        Value::Object(map) => match key_given_twice(text.as_bytes()) {
+            Some(key) => Err(ServerError::bad_input(field, format!("has {key} twice"))),
+            None => Ok(map),
+        },
         Value::Null => Ok(Map::new()),
         other => Err(ServerError::bad_input(field, format!("must be a JSON object, is {}", shown(&other)))),
     }

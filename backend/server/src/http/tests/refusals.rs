@@ -130,6 +130,9 @@ async fn a_prompt_that_is_too_long_has_openais_code_for_it_and_a_broken_body_no_
             assert_eq!((reply.status, &error["param"]), (400, &Value::Null), "{path} {broken}: {error}");
         }
     }
+    let twice = door.post(COMPLETIONS, r#"{"prompt": "u", "max_tokens": 1, "max_tokens": 2}"#).await;
+    let error = &twice.json()["error"];
+    assert_eq!((&error["param"], &error["message"]), (&json!("max_tokens"), &json!("max_tokens: is given twice")));
     let unknown = door.post(COMPLETIONS, json!({"model": "no", "prompt": "u"})).await;
     let error = &unknown.json()["error"];
     assert_eq!((unknown.status, &error["param"], &error["code"]), (404, &json!("model"), &json!("model_not_found")));
@@ -158,6 +161,10 @@ async fn parameters_that_come_by_two_ways_count_all_and_two_values_are_refused()
     assert_eq!(
         refused(json!({"sampling_parameters": ["{}"], "max_tokens": 4})).await,
         "400 sampling_parameters: must be an object, or a text that holds one, where parameters stand beside it"
+    );
+    assert_eq!(
+        refused(json!({"sampling_parameters": "{\"n\": 1, \"n\": 2}"})).await,
+        "400 sampling_parameters: has n twice"
     );
     assert_eq!(
         refused(json!({"sampling_parameters": {"priority": 2}, "priority": 3})).await,
