@@ -250,7 +250,13 @@ pub(super) fn spreads_norm(device: &CudaDevice, rows: usize, out: usize, inner: 
 /// As [`matmul`].
 pub fn gated(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<bool> {
     let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
-    if By::rows(device, rows, inner) != By::FewRows || !out.is_multiple_of(16) {
+    let by = By::rows(device, rows, inner);
+    let is_few = match by {
+        By::FewRows => true,
+        By::Fixed => rows <= fixed::MOST_GATED && inner.is_multiple_of(fixed::VECTOR),
+        By::Library => false,
+    };
+    if !is_few || !out.is_multiple_of(16) {
         return Ok(false);
     }
     x.expect_dtype(OP, "x", DType::BF16)?;
@@ -258,7 +264,10 @@ pub fn gated(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -
     weight.expect_shape(OP, "weight", [out, inner])?;
     y.expect_shape(OP, "y", [rows, out / 2])?;
     y.expect_dtype(OP, "y", DType::BF16)?;
-    own(Store::Gated, device, x, None, weight, y)?;
+    match by {
+        By::Fixed => fixed::gated(device, x, weight, y)?,
+        _ => own(Store::Gated, device, x, None, weight, y)?,
+    }
     Ok(true)
 }
 

@@ -8,7 +8,7 @@ use crate::tensor::Tensor;
 const OP: &str = "matmul_bf16";
 
 /// Elements of a 16-byte access.
-const VECTOR: usize = 8;
+pub(super) const VECTOR: usize = 8;
 /// Parts that are summed apart and then added, bytes of a row in a turn, and outputs of a tile.
 const PARTS: usize = 4;
 const ROW_BYTES: usize = 128;
@@ -36,6 +36,23 @@ fn kernel(rows: usize) -> Kernel {
     }
 }
 
+/// Most rows of a product with the gate in it.
+pub(super) const MOST_GATED: usize = 16;
+
+/// `y = silu(x gateᵀ) * (x upᵀ)` of at most [`MOST_GATED`] rows; `cuda.rs` checked types and shapes.
+pub(super) fn gated(device: &CudaDevice, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<()> {
+    let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
+    let (most, name) = if rows <= 8 { (8, "fixed_few_8_gated") } else { (16, "fixed_few_16_gated") };
+    let [n_rows, n_out, n_in] = [rows, out, inner].map(|number| (number as u32).into());
+    let args = [x.into(), weight.into(), y.into(), n_rows, n_out, n_in];
+    // SAFETY: the shapes were checked.
+    unsafe { few(out, most).run(device, "fixed_product", name, &args) }
+}
+
+fn few(out: usize, most: usize) -> Launch {
+    Launch::new(out.div_ceil(16), 32 * PARTS as u32).shared_bytes(PARTS * DEPTH * (16 + most) * ROW_BYTES)
+}
+
 /// `y = x weightᵀ`; `cuda.rs` checked types and shapes.
 pub(super) fn matmul(device: &CudaDevice, parts: u64, x: &Tensor, weight: &Tensor, y: &mut Tensor) -> Result<()> {
     let ((rows, inner), (out, _)) = (x.rows_cols(), weight.rows_cols());
@@ -54,10 +71,8 @@ pub(super) fn matmul(device: &CudaDevice, parts: u64, x: &Tensor, weight: &Tenso
                 (_, true) => "fixed_few_16_f32",
             };
             let args = [x.into(), weight.into(), y.into(), n_rows, n_out, n_in];
-            let launch =
-                Launch::new(out.div_ceil(16), 32 * PARTS as u32).shared_bytes(PARTS * DEPTH * (16 + most) * ROW_BYTES);
             // SAFETY: the shapes were checked.
-            unsafe { launch.run(device, "fixed_product", name, &args) }
+            unsafe { few(out, most).run(device, "fixed_product", name, &args) }
         }
         Kernel::Tile(most) => {
             let name = match (most, in_f32) {
@@ -84,8 +99,9 @@ pub(super) fn matmul(device: &CudaDevice, parts: u64, x: &Tensor, weight: &Tenso
 mod tests {
     use half::bf16;
 
-    use super::super::cuda::matmul;
+    use super::super::cuda::{gated, matmul};
     use crate::device::Device;
+    use crate::ops::silu_mul::silu_mul;
     use crate::tensor::Tensor;
     use crate::testing::{BF16_BOUND, assert_close, deterministic_gpu, random, rng, tensor};
 
@@ -161,6 +177,27 @@ mod tests {
                         );
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn a_gate_in_the_product_gives_the_bits_of_the_gate_after_it() {
+        let (gpu, mut rng) = (deterministic_gpu(), rng(26));
+        let Device::Cuda(device) = &gpu else { unreachable!("it is one") };
+        for (half, inner) in [(8, 64), (1536, 576), (520, 1000)] {
+            for rows in [1, 8, 9, 16] {
+                let x = tensor(&gpu, &random(&mut rng, rows * inner, 1.0), [rows, inner]);
+                let weight = tensor(&gpu, &random(&mut rng, 2 * half * inner, 0.3), [2 * half, inner]);
+                let mut both = tensor(&gpu, &vec![bf16::NAN; rows * 2 * half], [rows, 2 * half]);
+                matmul(device, &x, &weight, &mut both).unwrap();
+                let mut want = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
+                silu_mul(&both, &mut want).unwrap();
+                let mut y = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
+                assert!(gated(device, &x, &weight, &mut y).unwrap());
+                let bits = |y: &Tensor| y.to_vec::<bf16>().unwrap().iter().map(|y| y.to_bits()).collect::<Vec<_>>();
+                assert!(bits(&y) == bits(&want), "{rows} x {half} x {inner}");
             }
         }
     }

@@ -2,11 +2,11 @@
 //
 // Reads    x       [rows, in]  bf16, 16-byte aligned
 //          weight  [out, in]   bf16, 16-byte aligned
-// Writes   y       [rows, out] bf16 or f32
+// Writes   y       [rows, out] bf16 or f32; gated [rows, out / 2] bf16
 // Scratch  parts   [tiles][4][128 * kRows] f32, only where a tile's parts have blocks of their own
 // Updates  counters [tiles] u32, zero before and after
-// Needs    in % 8 == 0
-// Grid     few: a block for each 16 outputs. tile: one for each tile; where there are few tiles, each part has a block of its own, and the one
+// Needs    in % 8 == 0; gated: out % 16 == 0
+// Grid     few: a block for each 16 outputs, gates and ups counted. tile: one for each tile; where there are few tiles, each part has a block of its own, and the one
 //          that ends last adds them
 // Moves    few: out * in * 2 B. tile: 128 + kRows rows of 128 B a turn, from L2; 2 * 128 * kRows * 64 FLOP a turn
 
@@ -19,12 +19,13 @@ struct RowsOf {
     __device__ __forceinline__ const bf16* operator()(uint32_t row) const { return x + size_t(min(row, last)) * in; }
 };
 
-#define FEW(name, tiles, depth, type)                                                                                                  \
+#define FEW(name, tiles, depth, gated, type)                                                                                           \
     extern "C" __global__ void __launch_bounds__(kParts * 32)                                                                          \
     name(const bf16* x, const bf16* weight, type* y, uint32_t rows, uint32_t out, uint32_t in) {                                       \
         launch_dependents();                                                                                                          \
         /* Weights do not depend on the kernel before. */                                                                             \
-        few<tiles, depth, false>(weight, y, rows, out, in, blockIdx.x * 16, [] { wait_for_previous(); }, RowsOf{x, rows - 1, in});     \
+        few<tiles, depth, gated>(weight, y, rows, out, in, blockIdx.x * (gated ? 8 : 16), [] { wait_for_previous(); },                 \
+                                 RowsOf{x, rows - 1, in});                                                                             \
     }
 #define TILE(name, rows_, blocks, type)                                                                                                 \
     extern "C" __global__ void __launch_bounds__(kThreads, blocks)                                                                      \
@@ -39,10 +40,12 @@ struct RowsOf {
                                  RowsOf{x + row * in, left - 1, in});                                                                   \
     }
 
-FEW(fixed_few_8_bf16, 1, 6, bf16)
-FEW(fixed_few_8_f32, 1, 6, float)
-FEW(fixed_few_16_bf16, 2, 6, bf16)
-FEW(fixed_few_16_f32, 2, 6, float)
+FEW(fixed_few_8_bf16, 1, 6, false, bf16)
+FEW(fixed_few_8_f32, 1, 6, false, float)
+FEW(fixed_few_8_gated, 1, 6, true, bf16)
+FEW(fixed_few_16_bf16, 2, 6, false, bf16)
+FEW(fixed_few_16_f32, 2, 6, false, float)
+FEW(fixed_few_16_gated, 2, 6, true, bf16)
 TILE(fixed_tile_32_bf16, 32, 2, bf16)
 TILE(fixed_tile_32_f32, 32, 2, float)
 TILE(fixed_tile_64_bf16, 64, 2, bf16)
