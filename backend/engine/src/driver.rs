@@ -56,6 +56,13 @@ impl Driver {
             if self.executor.in_flight() > 0 {
                 let result = self.executor.recv()?;
                 let begun = Instant::now();
+                tracing::trace!(
+                    step = result.id,
+                    forward_ms = result.timing.forward.as_secs_f64() * 1e3,
+                    sample_ms = result.timing.sample.as_secs_f64() * 1e3,
+                    propose_ms = result.timing.propose.as_secs_f64() * 1e3,
+                    "step done"
+                );
                 self.scheduler.commit(result, begun, &mut self.events)?;
                 self.deliver();
                 self.shared.scheduler_took(begun.elapsed());

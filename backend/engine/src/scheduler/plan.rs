@@ -180,7 +180,12 @@ impl Scheduler {
 
     fn plan_chunk(&mut self, draft: &mut Draft, key: Key, new_blocks: Vec<BlockId>) {
         let Some(sequence) = self.sequences.get(key) else { return };
-        let num_tokens = (sequence.num_known - sequence.num_planned).min(draft.chunk_tokens_left);
+        let mut num_tokens = sequence.num_known - sequence.num_planned;
+        if num_tokens > draft.chunk_tokens_left {
+            num_tokens = in_whole_tiles(draft.decode_tokens + draft.chunk_tokens, draft.chunk_tokens_left);
+            // What would be left of the time is part of a tile that costs more.
+            draft.chunk_tokens_left = num_tokens;
+        }
         if num_tokens > 0 {
             draft.chunk_tokens_left -= num_tokens;
             self.push_row(draft, key, num_tokens, 0, new_blocks);
@@ -216,6 +221,19 @@ impl Scheduler {
         draft.tokens_left -= num_tokens;
         draft.planned.push(PlannedRow { key, start, num_tokens, num_drafts, yields });
         draft.rows.push(Row { slot, num_tokens: num_tokens as u32, num_drafts: num_drafts as u32, new_blocks, wants });
+    }
+}
+
+/// Rows that products of many rows take at a time: a tile that is not full costs what a full one costs.
+const TILE: usize = 128;
+
+/// Of at most `num_tokens` tokens of a prompt beside so many others, as many as make whole tiles with them, if those are several.
+fn in_whole_tiles(others: usize, num_tokens: usize) -> usize {
+    let all = others + num_tokens;
+    match num_tokens.saturating_sub(all % TILE) {
+        0 => num_tokens,
+        whole if all >= 2 * TILE => whole,
+        _ => num_tokens,
     }
 }
 

@@ -56,6 +56,27 @@ fn no_draft_is_verified_past_the_last_token() {
 }
 
 #[test]
+fn a_prompt_is_cut_where_tiles_are_full() {
+    // With the stream's token 256, though there is time for some more; a prompt that fits is taken whole.
+    assert_eq!(
+        play("blocks=300 step_ms=400 token_ms=1", "add a 2+30; step 2; add b 700+2; add c 100+2; step 6; cancel a"),
+        "\
+1  a:2
+2  a:1
+3  a:1  b:255
+4  a:1  b:255
+5  a:1  b:190  c:100
+6  a:1  b:1  c:1
+   b length 2
+   c length 2
+7  -b  -c  a:1
+8  a:1
+   a the request was cancelled
+"
+    );
+}
+
+#[test]
 fn chunks_leave_a_stream_its_pace() {
     assert_eq!(
         play(
