@@ -39,6 +39,7 @@ impl ServedModel {
     pub(super) async fn prepare(&self, request: GenerateRequest, arrived: Instant) -> Result<Prepared> {
         let GenerateRequest { prompt, params, dialect, queue_timeout, timeout } = request;
         params.check()?;
+        self.check_choices(1, &params)?;
         if self.is_strict() {
             params.check_strict()?;
         }
@@ -71,6 +72,26 @@ impl ServedModel {
             arrived,
             encoding,
         })
+    }
+
+    /// # Errors
+    /// `BadInput` if a request for so many prompts asks for more choices than can ever run and wait at once.
+    pub fn check_choices(&self, num_prompts: usize, params: &GenerateParams) -> Result<()> {
+        let limits = self.engine().limits();
+        let most = limits.max_num_seqs + limits.max_waiting;
+        let per_prompt = params.num_candidates() as usize;
+        let choices = num_prompts.saturating_mul(per_prompt);
+        if choices <= most {
+            return Ok(());
+        }
+        let field = match (per_prompt, params.best_of) {
+            (1, _) => "prompt",
+            (_, None) => "n",
+            (_, Some(_)) => "best_of",
+        };
+        let reason =
+            format!("asks for {choices} choices with {num_prompts} prompts, at most {most} can run and wait at once");
+        Err(ServerError::bad_input(field, reason))
     }
 
     async fn prompt_tokens(&self, prompt: Prompt, params: &GenerateParams) -> Result<Vec<TokenId>> {

@@ -36,6 +36,7 @@ async fn complete(app: &App, mut fields: Fields) -> Result<Response> {
     if streaming.stream {
         params.check_stream()?;
     }
+    model.check_choices(prompts.len(), &params)?;
     let wants_logprobs = params.logprobs.is_some();
     let wants_prompt_logprobs = params.prompt_logprobs.is_some();
     let echoes_logprobs = echo && wants_logprobs;
