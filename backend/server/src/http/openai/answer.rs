@@ -112,6 +112,7 @@ async fn stream<F: Form>(
     // All prompts have as many.
     let per_prompt = prompts.first().map_or(1, Choices::num_choices);
     let begun = vec![false; prompts.len() * per_prompt];
+    let warnings = prompts.first().map_or_else(Vec::new, |choices| choices.warnings().to_vec());
     let mut chunks = SelectAll::new();
     for (prompt, choices) in prompts.into_iter().enumerate() {
         let first = prompt * per_prompt;
@@ -122,8 +123,17 @@ async fn stream<F: Form>(
         None => return Err(ServerError::internal("the answer has no end")),
     };
     let usage = Usage::default();
-    let events =
-        Events { head, form, include_usage, begun, per_prompt, usage, next: Some(first), _admission: admission };
+    let events = Events {
+        head,
+        form,
+        include_usage,
+        begun,
+        warnings,
+        per_prompt,
+        usage,
+        next: Some(first),
+        _admission: admission,
+    };
     let state = Some((events, chunks));
     Ok(futures::stream::unfold(state, |state| async {
         let (mut events, mut chunks) = state?;
@@ -145,6 +155,8 @@ struct Events<F> {
     include_usage: bool,
     /// Whether each choice has had its first chunk.
     begun: Vec<bool>,
+    /// What of the request's parameters was passed over; told with the first event.
+    warnings: Vec<String>,
     /// Choices of each prompt.
     per_prompt: usize,
     usage: Usage,
@@ -168,6 +180,9 @@ impl<F: Form> Events<F> {
             let mut object = self.head.object(F::OBJECT[1], vec![choice]);
             if self.include_usage {
                 object["usage"] = Value::Null;
+            }
+            if !self.warnings.is_empty() {
+                object["warnings"] = json!(std::mem::take(&mut self.warnings));
             }
             bytes.put(sse::event(&object));
         }

@@ -10,6 +10,7 @@ use crate::error::{Result, ServerError};
 use crate::generate::ServedModel;
 use crate::params::{GenerateParams, Given};
 
+const PROMPT: &str = "prompt";
 const MAX_TOKENS: &str = "max_tokens";
 /// OpenAI's newer name for it.
 const MAX_COMPLETION_TOKENS: &str = "max_completion_tokens";
@@ -98,8 +99,10 @@ impl Fields {
     /// An error in the words of this body: what the prompt, and most tokens of the answer, are called in it.
     pub(super) fn words(&self, prompt: &'static str) -> impl Fn(ServerError) -> OpenAiError + use<> {
         let max_tokens = if self.body.contains_key(MAX_COMPLETION_TOKENS) { MAX_COMPLETION_TOKENS } else { MAX_TOKENS };
+        // A parameter of that name is meant itself.
+        let named = if self.body.contains_key(PROMPT) { PROMPT } else { prompt };
         move |error| {
-            let error = error.renamed("prompt", prompt).renamed(MAX_TOKENS, max_tokens);
+            let error = error.renamed(PROMPT, named).renamed(MAX_TOKENS, max_tokens);
             OpenAiError { error, prompt }
         }
     }

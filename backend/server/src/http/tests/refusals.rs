@@ -109,6 +109,8 @@ async fn an_error_of_openais_routes_names_the_parameter_of_the_body() {
         (json!({"prompt": [100_000]}), "prompt", "outside the vocabulary"),
         (json!({"prompt": "y".repeat(300)}), "prompt", "prompt has 300 tokens"),
         (json!({"prompt": "y".repeat(20_000)}), "prompt", "prompt has at least"),
+        (json!({"prompt": vec!["u"; 64], "n": 100}), "n", "asks for 6400 choices with 64 prompts, at most 1032 can"),
+        (json!({"prompt": vec!["u"; 64], "best_of": 17}), "best_of", "asks for 1088 choices"),
         (json!({"echo": "yes"}), "echo", "must be true or false"),
         (json!({"logprobs": 21}), "logprobs", "must be at most 20"),
     ] {
@@ -216,4 +218,21 @@ async fn a_field_beside_those_of_an_inference_request_is_a_parameter_or_refused(
         infer(json!({"sampling_parameters": {"max_tokens": 2}})).await,
         "sampling_parameters: is no field of an inference request, which has inputs, outputs, parameters and id, no warnings"
     );
+}
+
+#[tokio::test]
+async fn an_unknown_parameter_is_told_in_a_stream_and_refused_by_its_own_name_if_strict() {
+    let door = Door::to("ab");
+    for path in [CHAT, COMPLETIONS] {
+        let events = door.post(path, body(path, &json!({"stream": true, "max_token": 3}))).await.events();
+        let told: Vec<&Value> = events.iter().filter_map(|event| event.get("warnings")).collect();
+        assert_eq!(told, [&json!(["max_token: no such parameter; did you mean max_tokens?"])], "{path}");
+    }
+    let door = Door::of(Arc::new(scripted::made("ab", 1).with_strict_parameters(true)));
+    for (path, key) in [(CHAT, "prompt"), (COMPLETIONS, "messages"), (CHAT, "max_token")] {
+        let reply = door.post(path, body(path, &json!({key: "x"}))).await;
+        let error = reply.json()["error"].clone();
+        assert_eq!((reply.status, &error["param"]), (400, &json!(key)), "{error}");
+        assert!(error["message"].as_str().unwrap().starts_with(&format!("{key}: no such parameter")), "{error}");
+    }
 }
