@@ -3,8 +3,10 @@
 
 use drafthorse_kernels::ops::attention::Heads;
 use drafthorse_kernels::ops::matmul_bf16::cuda::{By, matmul_by};
-use drafthorse_kernels::ops::matmul_bf16::{Bf16Weight, gated_experts, matmul_experts};
-use drafthorse_kernels::ops::moe::{Groups, Router, Rows, Scoring, combine, permute, route};
+use drafthorse_kernels::ops::matmul_bf16::{
+    Bf16Weight, expert_kernels, experts_by, gated_experts, matmul, matmul_experts,
+};
+use drafthorse_kernels::ops::moe::{Groups, Router, Rows, Scoring, assign, combine, permute, route};
 use drafthorse_kernels::ops::rms_norm::rms_norm_heads;
 use drafthorse_kernels::{DType, Device, Result, Tensor, Workspace};
 
@@ -54,12 +56,14 @@ pub fn run(device: &Device, random: &mut Random) -> Result<()> {
         Ok(weight)
     };
     let (gate_up, down) = (weight(2 * INNER, HIDDEN)?, weight(HIDDEN, INNER)?);
+    let mut gate = Bf16Weight::new(device, EXPERTS, HIDDEN)?;
+    gate.write_rows(0, &random.values(EXPERTS * HIDDEN))?;
     let scoring = Scoring::Softmax;
     let router = Router { num_experts: EXPERTS, top_k: TOP_K, scoring, groups: None, normalize: true, scale: 1.0 };
     for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 512, 4096] {
         let pairs = tokens * TOP_K;
         let zeros = |shape: [usize; 2], dtype| Tensor::zeros(device, "t", shape, dtype);
-        let workspace = Workspace::new(device, COPIES * Groups::bytes(tokens, TOP_K, EXPERTS))?;
+        let workspace = Workspace::new(device, (2 * COPIES + 1) * Groups::bytes(tokens, TOP_K, EXPERTS))?;
         let mut all =
             (0..COPIES).map(|_| Chosen::new(device, random, &workspace, tokens)).collect::<Result<Vec<_>>>()?;
         let touched = all.iter().map(|chosen| chosen.num_touched).sum::<usize>() as f64 / COPIES as f64;
@@ -78,6 +82,10 @@ pub fn run(device: &Device, random: &mut Random) -> Result<()> {
         })?;
         line("moe permute", &shape, us, (pairs * 12) as f64, "");
 
+        let mut scratch = Groups::take(&workspace, tokens, TOP_K, EXPERTS)?;
+        let us = timer.each(1, |_| assign(&mut logits, None, &router, &mut ids, &mut weights, &mut scratch))?;
+        line("moe assign", &shape, us, (tokens * (EXPERTS + TOP_K) * 8) as f64, "");
+
         let rate = |us: f64, width: usize| format!("{:.0} TFLOP/s", 2e-6 * (pairs * width) as f64 / us);
         let library = |out_features, inner, us: f64, random: &mut Random| -> Result<String> {
             let rate = rate(us, out_features * inner);
@@ -90,14 +98,45 @@ pub fn run(device: &Device, random: &mut Random) -> Result<()> {
             Ok(format!("{rate}, {us:.1} us cublaslt"))
         };
         let bytes = |width: usize, activations: usize| 2.0 * (touched * width as f64 + activations as f64);
-        let us = timer
-            .each(COPIES, |i| gated_experts(&x, Rows::OfTokens, &gate_up, &all[i].groups, &mut gated).map(|_| ()))?;
+        // Weights that are known before the kernel ahead has ended are asked for ahead, but not right behind `permute`.
+        let us = timer.each(COPIES, |i| {
+            let Chosen { ids, groups, .. } = &mut all[i];
+            permute(ids, groups)?;
+            gated_experts(&x, Rows::OfTokens, &gate_up, groups, &mut gated).map(|_| ())
+        })?;
         let moved = bytes(2 * INNER * HIDDEN, tokens * HIDDEN + pairs * INNER);
-        line("moe gate_up", &shape, us, moved, &library(2 * INNER, HIDDEN, us, random)?);
+        line("moe permute gate_up", &shape, us, moved, &library(2 * INNER, HIDDEN, us, random)?);
         let us = timer
             .each(COPIES, |i| matmul_experts(&gated, Rows::OfPairs, &down, &all[i].groups, &mut out, &workspace))?;
         let moved = bytes(INNER * HIDDEN, pairs * (INNER + HIDDEN));
         line("moe down", &shape, us, moved, &library(HIDDEN, INNER, us, random)?);
+        let mean = pairs as f64 / EXPERTS as f64;
+        for (by, (name, rows)) in expert_kernels().into_iter().enumerate() {
+            if (mean > rows as f64 && mean > 16.0) || rows as f64 > 32.0f64.max(mean * 4.0) {
+                continue;
+            }
+            let us = timer.each(COPIES, |i| {
+                let Chosen { ids, groups, .. } = &mut all[i];
+                permute(ids, groups)?;
+                experts_by(by, &x, Rows::OfTokens, &gate_up, groups, true, &mut gated)
+            })?;
+            line(
+                &format!(" permute gate_up {name}"),
+                &shape,
+                us,
+                bytes(2 * INNER * HIDDEN, tokens * HIDDEN + pairs * INNER),
+                &rate(us, 2 * INNER * HIDDEN),
+            );
+            let us = timer
+                .each(COPIES, |i| experts_by(by, &gated, Rows::OfPairs, &down, &all[i].groups, false, &mut out))?;
+            line(
+                &format!(" down {name}"),
+                &shape,
+                us,
+                bytes(INNER * HIDDEN, pairs * (INNER + HIDDEN)),
+                &rate(us, INNER * HIDDEN),
+            );
+        }
         let us = timer.each(COPIES, |i| combine(&out, &all[i].groups, &weights, None, &mut y))?;
         line("moe combine", &shape, us, 2.0 * ((pairs + tokens) * HIDDEN) as f64, "");
 
@@ -110,8 +149,32 @@ pub fn run(device: &Device, random: &mut Random) -> Result<()> {
             combine(&out, groups, &weights, None, &mut y)
         })?;
         line("moe", &shape, us, bytes(3 * INNER * HIDDEN, 2 * tokens * HIDDEN), &rate(us, 3 * INNER * HIDDEN));
+
+        // With the router's own product, as a model has it: each copy has tokens of its own, whose choices are the same in every replay.
+        let xs = (0..COPIES).map(|_| random.tensor([tokens, HIDDEN])).collect::<Result<Vec<_>>>()?;
+        let mut own =
+            (0..COPIES).map(|_| Groups::take(&workspace, tokens, TOP_K, EXPERTS)).collect::<Result<Vec<_>>>()?;
+        let us = timer.each(COPIES, |i| matmul(&xs[i], &gate, &mut logits, &workspace))?;
+        line("moe router", &shape, us, (2 * EXPERTS * HIDDEN) as f64, "");
+        let us = timer.each(COPIES, |i| {
+            matmul(&xs[i], &gate, &mut logits, &workspace)?;
+            assign(&mut logits, None, &router, &mut ids, &mut weights, &mut own[i])?;
+            gated_experts(&xs[i], Rows::OfTokens, &gate_up, &own[i], &mut gated)?;
+            matmul_experts(&gated, Rows::OfPairs, &down, &own[i], &mut out, &workspace)?;
+            combine(&out, &own[i], &weights, None, &mut y)
+        })?;
+        let touched =
+            own.iter().map(num_touched).collect::<Result<Vec<_>>>()?.iter().sum::<usize>() as f64 / COPIES as f64;
+        let moved = 2.0 * (touched * (3 * INNER * HIDDEN) as f64 + (2 * tokens * HIDDEN + EXPERTS * HIDDEN) as f64);
+        let shape = format!("t={tokens} {touched:.0} experts");
+        line("moe with router", &shape, us, moved, &rate(us, 3 * INNER * HIDDEN));
     }
     Ok(())
+}
+
+/// Experts that have a token.
+fn num_touched(groups: &Groups) -> Result<usize> {
+    Ok(groups.offsets.to_vec::<i32>()?.windows(2).filter(|ends| ends[0] < ends[1]).count())
 }
 
 fn heads(device: &Device, random: &mut Random, timer: &Timer) -> Result<()> {

@@ -4,7 +4,7 @@
 // Order    A turn is 64 elements of `in`, past its end zeros; turn t belongs to part t % 4. A part takes its turns in order, 16 neighbouring
 //          elements a step of the tensor cores; then the parts are added in order. Sums in fp32
 // Method   The tensor cores take weights as the 16-row side and x as the 8-column side. Two of a kind, which share the order:
-//          few    4 warps have 16 outputs, a part each. For up to 16 rows: the weights pass by once, at the speed of the memory
+//          few    4 warps have 16 kOuts outputs, a part each. For up to 16 rows: the weights pass by once, at the speed of the memory
 //          tile   8 warps have a tile of 128 outputs and kRows rows, part after part
 //          Gated, half of a block's outputs are gates and the other half their ups, which stand out / 2 below them in the weight; what is
 //          stored is silu(gate) * up, both rounded first.
@@ -35,20 +35,20 @@ __device__ __forceinline__ uint32_t weight_row(uint32_t first, uint32_t i, uint3
     return up * half + min(first + i % (kOutputs / 2), half - 1);
 }
 
-// Outputs of y from `first` on, 16, or 8 if gated, of `rows` rows. Row i < rows of x is at x_row(i), which is asked after wait(); for the other
-// i < 8 kTiles it may be any address. The weights are asked for before.
-template <int kTiles, int kDepth, bool kGated, typename Out, typename Wait, typename XRow>
+// Outputs of y from `first` on, 16 kOuts, or half of that if gated, of `rows` rows. Row i < rows of x is at x_row(i), which is asked after wait(); for
+// the other i < 8 kTiles it may be any address. The weights are asked for before. kDepth turns of each warp are on their way.
+template <int kOuts, int kTiles, int kDepth, bool kGated, typename Out, typename Wait, typename XRow>
 __device__ __forceinline__ void few(const bf16* weight, Out* y, uint32_t rows, uint32_t out, uint32_t in, uint32_t first, Wait wait, XRow x_row) {
-    constexpr uint32_t kWeightBytes = 16 * 128, kTurnBytes = kWeightBytes + kTiles * 8 * 128;
+    constexpr uint32_t kOutputs = 16 * kOuts, kWeightBytes = kOutputs * 128, kTurnBytes = kWeightBytes + kTiles * 8 * 128;
     extern __shared__ __align__(128) uint8_t shared[];
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, piece = lane % 8, turns = (in + kStep - 1) / kStep;
     const uint32_t queue = shared_address(shared) + warp * kDepth * kTurnBytes;
-    const bf16 *weights_at[4], *x_at[2 * kTiles];
+    const bf16 *weights_at[4 * kOuts], *x_at[2 * kTiles];
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) weights_at[i] = weight + size_t(weight_row<16, kGated>(first, lane / 8 + i * 4, out)) * in;
+    for (uint32_t i = 0; i < 4 * kOuts; ++i) weights_at[i] = weight + size_t(weight_row<kOutputs, kGated>(first, lane / 8 + i * 4, out)) * in;
     const auto ask_weights = [&](uint32_t slot, uint32_t turn) {
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i)
+        for (uint32_t i = 0; i < 4 * kOuts; ++i)
             ask(queue + slot * kTurnBytes + place(lane / 8 + i * 4, piece), weights_at[i], turn, piece, in, turn < turns);
     };
     const auto ask_x = [&](uint32_t slot, uint32_t turn) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void few(const bf16* weight, Out* y, uint32_t rows, u
 #pragma unroll
     for (uint32_t i = 0; i < kDepth; ++i) ask_x(i, warp + i * kParts);
 
-    float sums[kTiles][4] = {};
+    float sums[kOuts][kTiles][4] = {};
     uint32_t slot = 0;
     for (uint32_t turn = warp; turn < turns; turn += kParts) {
         wait_for_copies<kDepth - 1>();
@@ -75,15 +75,21 @@ __device__ __forceinline__ void few(const bf16* weight, Out* y, uint32_t rows, u
         const uint32_t weights = queue + slot * kTurnBytes, xs = weights + kWeightBytes;
 #pragma unroll
         for (uint32_t k = 0; k < 4; k += 2) {
-            uint32_t a[2][4];
-            load_matrices(a[0], weights + place(lane % 16, k * 2 + lane / 16));
-            load_matrices(a[1], weights + place(lane % 16, k * 2 + 2 + lane / 16));
+            uint32_t a[kOuts][2][4];
+#pragma unroll
+            for (int o = 0; o < kOuts; ++o) {
+                load_matrices(a[o][0], weights + place(o * 16 + lane % 16, k * 2 + lane / 16));
+                load_matrices(a[o][1], weights + place(o * 16 + lane % 16, k * 2 + 2 + lane / 16));
+            }
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
                 uint32_t b[4];
                 load_matrices(b, xs + place(t * 8 + lane % 8, k * 2 + lane / 8));
-                mma(sums[t], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
-                mma(sums[t], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
+#pragma unroll
+                for (int o = 0; o < kOuts; ++o) {
+                    mma(sums[o][t], a[o][0][0], a[o][0][1], a[o][0][2], a[o][0][3], b[0], b[1]);
+                    mma(sums[o][t], a[o][1][0], a[o][1][1], a[o][1][2], a[o][1][3], b[2], b[3]);
+                }
             }
         }
         __syncwarp();
@@ -94,14 +100,17 @@ __device__ __forceinline__ void few(const bf16* weight, Out* y, uint32_t rows, u
     wait_for_copies<0>();
     __syncthreads();
 
-    // [part][row of x][output]; rows 17 apart, so that the four lanes of a group write to different banks.
+    // [part][row of x][output]; rows an odd number apart, so that the four lanes of a group write to different banks.
     float* of_part = reinterpret_cast<float*>(shared);
-    constexpr uint32_t kRow = 17, kPartFloats = 8 * kTiles * kRow, kStored = kGated ? 8 : 16;
+    constexpr uint32_t kRow = kOutputs + 1, kPartFloats = 8 * kTiles * kRow, kStored = kGated ? kOutputs / 2 : kOutputs;
     const uint32_t g = lane / 4, c = lane % 4, stored = kGated ? out / 2 : out;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+    for (int o = 0; o < kOuts; ++o)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) of_part[warp * kPartFloats + (t * 8 + c * 2 + i % 2) * kRow + g + i / 2 * 8] = sums[t][i];
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                of_part[warp * kPartFloats + (t * 8 + c * 2 + i % 2) * kRow + o * 16 + g + i / 2 * 8] = sums[o][t][i];
     __syncthreads();
     const auto sum_of = [&](uint32_t row, uint32_t column) {
         float sum = 0.0f;
@@ -113,7 +122,7 @@ __device__ __forceinline__ void few(const bf16* weight, Out* y, uint32_t rows, u
         const uint32_t row = i / kStored, column = i % kStored;
         if (row >= rows || first + column >= stored) continue;
         float sum = sum_of(row, column);
-        if constexpr (kGated) sum = gated(sum, sum_of(row, column + 8));
+        if constexpr (kGated) sum = gated(sum, sum_of(row, column + kStored));
         y[size_t(row) * stored + first + column] = Out(sum);
     }
 }
@@ -149,6 +158,41 @@ struct Split {
     uint32_t* counters;  // [tiles], zero before and after
     uint32_t tile;
 };
+
+// Stores a tile of sums, of which a warp has 16 kOuts outputs from `warp_out` on and 8 kTiles rows from `warp_row` on.
+template <int kRows, bool kGated, int kOuts, int kTiles, typename Out>
+__device__ __forceinline__ void put_tile(const float (&total)[kOuts][kTiles][4], Out* y, uint32_t rows, uint32_t out, uint32_t first, uint32_t warp_out,
+                                         uint32_t warp_row) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const uint32_t lane = threadIdx.x % 32;
+    __syncthreads();
+    // [row of x][output], so that stores are of eight neighbouring outputs; rows 132 apart: lanes write to different banks.
+    float* sums = reinterpret_cast<float*>(shared);
+    constexpr uint32_t kRow = kOut + 4, kStored = kGated ? kOut / 2 : kOut;
+    const uint32_t g = lane / 4, c = lane % 4, stored = kGated ? out / 2 : out;
+#pragma unroll
+    for (int o = 0; o < kOuts; ++o)
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[(warp_row + t * 8 + c * 2 + i % 2) * kRow + warp_out + o * 16 + g + i / 2 * 8] = total[o][t][i];
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < kRows * kStored / 8; i += kThreads) {
+        const uint32_t of_row = i / (kStored / 8), column = i % (kStored / 8) * 8, output = first + column;
+        if (of_row >= rows || output >= stored) continue;
+        float* from = sums + of_row * kRow + column;
+        if constexpr (kGated) {
+#pragma unroll
+            for (uint32_t j = 0; j < 8; ++j) from[j] = gated(from[j], from[j + kStored]);
+        }
+        Out* to = y + size_t(of_row) * stored + output;
+        if (stored % 8 == 0)
+            store_eight(to, from);
+        else
+            for (uint32_t j = 0; j < min(8u, stored - output); ++j) to[j] = Out(from[j]);
+    }
+}
 
 // Outputs of y from `first` on, 128, or 64 if gated, of `rows` rows. As few(); there may be more than kRows rows, which are left out.
 template <int kRows, bool kGated, bool kSplit, typename Out, typename Wait, typename XRow>
@@ -265,32 +309,5 @@ __device__ __forceinline__ void tile(const bf16* weight, Out* y, uint32_t rows, 
             }
         if (threadIdx.x == 0) split.counters[split.tile] = 0;
     }
-    __syncthreads();
-
-    // [row of x][output], so that stores are of eight neighbouring outputs; rows 132 apart: lanes write to different banks.
-    float* sums = reinterpret_cast<float*>(shared);
-    constexpr uint32_t kRow = kOut + 4, kStored = kGated ? kOut / 2 : kOut;
-    const uint32_t g = lane / 4, c = lane % 4, stored = kGated ? out / 2 : out;
-#pragma unroll
-    for (int o = 0; o < kOuts; ++o)
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[(warp_row + t * 8 + c * 2 + i % 2) * kRow + warp_out + o * 16 + g + i / 2 * 8] = total[o][t][i];
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < kRows * kStored / 8; i += kThreads) {
-        const uint32_t of_row = i / (kStored / 8), column = i % (kStored / 8) * 8, output = first + column;
-        if (of_row >= rows || output >= stored) continue;
-        float* from = sums + of_row * kRow + column;
-        if constexpr (kGated) {
-#pragma unroll
-            for (uint32_t j = 0; j < 8; ++j) from[j] = gated(from[j], from[j + kStored]);
-        }
-        Out* to = y + size_t(of_row) * stored + output;
-        if (stored % 8 == 0)
-            store_eight(to, from);
-        else
-            for (uint32_t j = 0; j < min(8u, stored - output); ++j) to[j] = Out(from[j]);
-    }
+    put_tile<kRows, kGated>(total, y, rows, out, first, warp_out, warp_row);
 }

@@ -3,7 +3,7 @@
 //! Source: Jiang et al. 2024, arXiv:2401.04088 (Mixtral); Dai et al. 2024, arXiv:2401.06066 (shared experts). The steps are those of
 //! [`drafthorse_kernels::ops::moe`]. Ranks have an equal part of every expert's width, and sum once at the end.
 
-use drafthorse_kernels::ops::moe::{Groups, MAX_EXPERTS, Router, Rows, Shared, TopGroups, combine, permute, route};
+use drafthorse_kernels::ops::moe::{Groups, MAX_EXPERTS, Router, Rows, Shared, TopGroups, assign, combine};
 use drafthorse_kernels::ops::silu_mul::silu_mul;
 use drafthorse_kernels::{DType, Tensor};
 
@@ -137,10 +137,12 @@ impl SparseMlp {
     }
 
     /// Each token's experts and what they count.
-    fn route(&self, x: &Tensor, ids: &mut Tensor, weights: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
-        let mut logits = cx.take([x.rows_cols().0, self.router.num_experts], DType::F32)?;
+    fn assign(&self, x: &Tensor, weights: &mut Tensor, groups: &mut Groups, cx: &Forward<'_>) -> Result<()> {
+        let (tokens, Router { num_experts, top_k, .. }) = (x.rows_cols().0, self.router);
+        let mut ids = cx.take([tokens, top_k], DType::I32)?;
+        let mut logits = cx.take([tokens, num_experts], DType::F32)?;
         self.gate.matmul(&Activation::from(x), &mut logits, cx.workspace)?;
-        Ok(route(&mut logits, self.correction_bias.as_ref(), &self.router, ids, weights)?)
+        Ok(assign(&mut logits, self.correction_bias.as_ref(), &self.router, &mut ids, weights, groups)?)
     }
 
     /// `silu(gate(x)) * up(x)` of each pair's expert.
@@ -161,11 +163,9 @@ impl FeedForward for SparseMlp {
     fn forward(&self, x: &mut Tensor, cx: &Forward<'_>) -> Result<()> {
         let (tokens, _) = x.rows_cols();
         let Router { num_experts, top_k, .. } = self.router;
-        let mut ids = cx.take([tokens, top_k], DType::I32)?;
         let mut weights = cx.take([tokens, top_k], DType::F32)?;
-        self.route(x, &mut ids, &mut weights, cx)?;
         let mut groups = Groups::take(cx.workspace, tokens, top_k, num_experts)?;
-        permute(&ids, &mut groups)?;
+        self.assign(x, &mut weights, &mut groups, cx)?;
 
         let gated = self.gate(x, &groups, cx)?;
         let mut out = cx.take([groups.num_pairs(), self.hidden], x.dtype())?;
@@ -193,7 +193,7 @@ impl FeedForward for SparseMlp {
     fn workspace_bytes(&self, tokens: usize, element_bytes: usize) -> usize {
         let Router { num_experts, top_k, .. } = self.router;
         let pairs = tokens * top_k;
-        let choices = 2 * tensor_bytes(pairs, DType::F32.bytes());
+        let choices = tensor_bytes(pairs, DType::F32.bytes());
         let logits = tensor_bytes(tokens * num_experts, DType::F32.bytes()) + self.gate.workspace_bytes(tokens);
         let width = |rows: usize, width| tensor_bytes(rows * width, element_bytes);
         let gate_up = width(pairs, 2 * self.intermediate) + self.gate_up.experts_workspace_bytes(pairs, num_experts);
@@ -206,7 +206,7 @@ impl FeedForward for SparseMlp {
             out + width(tokens, self.hidden) + mlp.max(counts + gate)
         });
         let experts = width(pairs, self.intermediate) + gate_up.max(down).max(shared);
-        choices + logits.max(Groups::bytes(tokens, top_k, num_experts) + experts)
+        choices + Groups::bytes(tokens, top_k, num_experts) + experts.max(choices + logits)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Products of rows that each go to one of many weights: experts.
 
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 
 use super::activations::Activations;
 use super::run::{Product, even};
@@ -27,6 +28,8 @@ pub struct Groups {
     pub offsets: Tensor,
     /// Choices of a token.
     pub top_k: usize,
+    /// On a GPU: a kernel that was launched since lets the next one begin only when what is above has been written.
+    pub(crate) is_sorted: AtomicBool,
 }
 
 /// What the rows of a grouped product's input are.
@@ -50,6 +53,7 @@ impl Groups {
             places: workspace.take([pairs], DType::I32)?,
             offsets: workspace.take([num_experts + 1], DType::I32)?,
             top_k,
+            is_sorted: AtomicBool::new(false),
         })
     }
 

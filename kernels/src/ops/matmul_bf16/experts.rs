@@ -1,5 +1,7 @@
 //! Launches `expert_products.cu`: products of a mixture of experts. The host knows how many pairs there are, not whose they are.
 
+use std::sync::atomic::Ordering;
+
 use super::super::matmul::{Groups, Rows};
 use crate::device::cuda::{CudaDevice, Launch};
 use crate::dtype::DType;
@@ -14,18 +16,44 @@ const VECTOR: usize = 8;
 const PARTS: usize = 4;
 const ROW_BYTES: usize = 128;
 const OUT: usize = 128;
-const FEW_OUT: usize = 16;
-const DEPTH: usize = 6;
 const STAGES: usize = 4;
+const WGMMA_STAGES: usize = 6;
 const TILE_THREADS: u32 = 256;
 
-/// Rows of one expert that a block takes at most. All give the same bits.
-const KERNELS: [(usize, [&str; 2]); 5] = [
-    (8, ["experts_8", "experts_8_gated"]),
-    (16, ["experts_16", "experts_16_gated"]),
-    (32, ["experts_32", "experts_32_gated"]),
-    (64, ["experts_64", "experts_64_gated"]),
-    (128, ["experts_128", "experts_128_gated"]),
+/// A kernel of `expert_products.cu`. All give the same bits.
+pub(super) struct Kernel {
+    /// Rows of one expert that a block takes at most.
+    pub(super) rows: usize,
+    /// Outputs of the weight that it takes.
+    outputs: usize,
+    /// Turns of each warp that are on their way; of a tile 0.
+    depth: usize,
+    /// Turns that a tile has room for.
+    stages: usize,
+    source: &'static str,
+    /// By [`Store`].
+    pub(super) names: [&'static str; 2],
+}
+
+const fn kernel(rows: usize, outputs: usize, depth: usize, names: [&'static str; 2]) -> Kernel {
+    Kernel { rows, outputs, depth, stages: STAGES, source: "expert_products", names }
+}
+
+pub(super) const KERNELS: [Kernel; 10] = [
+    kernel(8, 16, 3, ["experts_8", "experts_8_gated"]),
+    kernel(8, 16, 6, ["experts_8_deep", "experts_8_deep_gated"]),
+    kernel(8, 32, 3, ["experts_8_wide", "experts_8_wide_gated"]),
+    kernel(16, 16, 3, ["experts_16", "experts_16_gated"]),
+    kernel(16, 16, 6, ["experts_16_deep", "experts_16_deep_gated"]),
+    kernel(16, 32, 3, ["experts_16_wide", "experts_16_wide_gated"]),
+    kernel(32, OUT, 0, ["experts_32", "experts_32_gated"]),
+    kernel(64, OUT, 0, ["experts_64", "experts_64_gated"]),
+    kernel(128, OUT, 0, ["experts_128", "experts_128_gated"]),
+    Kernel {
+        stages: WGMMA_STAGES,
+        source: "expert_products_wgmma",
+        ..kernel(128, OUT, 0, ["experts_128_wgmma", "experts_128_wgmma_gated"])
+    },
 ];
 
 /// What becomes of the products.
@@ -36,15 +64,17 @@ pub(super) enum Store {
     Gated,
 }
 
-/// For an expert's mean number of rows: some have more, and are then several blocks'.
-fn kernel(pairs: usize, num_experts: usize) -> usize {
-    match pairs as f64 / num_experts as f64 {
-        ..=2.0 => 0,
-        ..=8.0 => 1,
-        ..=24.0 => 2,
-        ..=48.0 => 3,
-        _ => 4,
-    }
+/// Of [`KERNELS`], for an expert's mean number of rows: some have more, and are then several blocks'.
+fn fastest(device: &CudaDevice, pairs: usize, num_experts: usize) -> usize {
+    let by = match pairs as f64 / num_experts as f64 {
+        ..=4.0 => 0,
+        ..=8.0 => 5,
+        ..=24.0 => 6,
+        ..=48.0 => 7,
+        _ => 8,
+    };
+    // The largest tiles take more shared memory than some GPUs before Hopper have.
+    if device.is_hopper() { by } else { by.min(7) }
 }
 
 /// Pieces of up to `most` rows that pairs fall into at most, whatever their experts are.
@@ -62,15 +92,13 @@ pub(super) fn matmul(
     store: Store,
     y: &mut Tensor,
 ) -> Result<()> {
-    let by = kernel(groups.num_pairs(), groups.num_experts().max(1));
-    // The largest tiles take more shared memory than some GPUs before Hopper have.
-    let by = if device.is_hopper() { by } else { by.min(3) };
+    let by = fastest(device, groups.num_pairs(), groups.num_experts().max(1));
     matmul_by(by, device, x, rows, weight, groups, store, y)
 }
 
 /// [`matmul`] by one of [`KERNELS`].
 #[expect(clippy::too_many_arguments, reason = "the op's own and whom it is done by")]
-fn matmul_by(
+pub(super) fn matmul_by(
     by: usize,
     device: &CudaDevice,
     x: &Tensor,
@@ -99,21 +127,26 @@ fn matmul_by(
     y.expect_dtype(OP, "y", DType::BF16)?;
     y.expect_shape(OP, "y", [pairs, stored])?;
 
-    let (most, names) = KERNELS[by];
-    let (block_out, threads, shared_bytes) = match most {
-        ..=16 => (FEW_OUT, 32 * PARTS as u32, PARTS * DEPTH * (FEW_OUT + most) * ROW_BYTES),
-        _ => (OUT, TILE_THREADS, STAGES * (OUT + most) * ROW_BYTES),
-    };
+    let Kernel { rows: most, outputs: block_out, depth, stages, source, names } = KERNELS[by];
+    let (threads, turns) = if depth > 0 { (32 * PARTS as u32, PARTS * depth) } else { (TILE_THREADS, stages) };
+    // wgmma's tiles begin at a multiple of 1024 bytes.
+    let shared_bytes = turns * (block_out + most) * ROW_BYTES + if stages == WGMMA_STAGES { 1024 } else { 0 };
     // Gated, half of a block's outputs are stored.
     let block_stored = if store == Store::Gated { block_out / 2 } else { block_out };
     let blocks = stored.div_ceil(block_stored) * most_pieces(pairs, experts, most);
+    let are_sorted = groups.is_sorted.load(Ordering::Relaxed);
     let of_tokens = if rows == Rows::OfTokens { groups.pairs.device_address() } else { 0 };
     let [n_experts, top_k, n_out, n_in] = [experts, groups.top_k, out, inner].map(|number| (number as u32).into());
     let offsets = (&groups.offsets).into();
-    let args = [x.into(), weight.into(), y.into(), offsets, of_tokens.into(), n_experts, top_k, n_out, n_in];
+    let sorted = u32::from(are_sorted).into();
+    let args = [x.into(), weight.into(), y.into(), offsets, of_tokens.into(), n_experts, top_k, n_out, n_in, sorted];
     let launch = Launch::new(blocks, threads).shared_bytes(shared_bytes);
-    // SAFETY: the shapes were checked; the groups are as `permute` left them: pairs of x's tokens, offsets up to their number.
-    unsafe { launch.run(device, "expert_products", names[store as usize], &args) }
+    // SAFETY: the shapes were checked; the groups are as `permute` left them: pairs of x's tokens, offsets up to their number. If they are
+    // said to be sorted, a kernel was launched behind `permute` that let no other begin before it had waited.
+    unsafe { launch.run(device, source, names[store as usize], &args)? };
+    // This one did, too.
+    groups.is_sorted.store(blocks > 0, Ordering::Relaxed);
+    Ok(())
 }
 
 #[cfg(test)]
@@ -125,7 +158,7 @@ mod tests {
     use super::super::cuda::matmul as dense;
     use super::*;
     use crate::device::Device;
-    use crate::ops::moe::{Router, Scoring, combine, permute, route};
+    use crate::ops::moe::{Router, Scoring, assign, combine, permute};
     use crate::ops::silu_mul::silu_mul;
     use crate::testing::{assert_close, deterministic_gpu, gpu, random, rng, tensor};
     use crate::workspace::Workspace;
@@ -218,9 +251,9 @@ mod tests {
             }
             let gates = gates.to_vec::<bf16>().unwrap();
 
-            for (by, (most, _)) in KERNELS.iter().enumerate() {
+            for (by, Kernel { names: [name, _], .. }) in KERNELS.iter().enumerate() {
                 for (rows, x) in [(Rows::OfTokens, &of_tokens), (Rows::OfPairs, &of_pairs)] {
-                    let label = format!("{case:?}, {most} rows a block, {rows:?}");
+                    let label = format!("{case:?}, {name}, {rows:?}");
                     let run = |store, out: usize| {
                         let mut y = tensor(&gpu, &vec![bf16::NAN; num_pairs * out], [num_pairs, out]);
                         matmul_by(by, device, x, rows, &weight, &groups, store, &mut y).unwrap();
@@ -270,7 +303,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn a_recorded_layer_follows_what_is_chosen_anew() {
+    fn recorded_layers_follow_what_is_chosen_anew() {
         let (gpu, mut rng) = (gpu(), rng(64));
         let Device::Cuda(device) = &gpu else { unreachable!("it is one") };
         for (tokens, top_k, num_experts, hidden, inner) in
@@ -282,41 +315,55 @@ mod tests {
             let mut matrix = |rows, cols, scale| tensor(&gpu, &random(&mut rng, rows * cols, scale), [rows, cols]);
             let (gate_up, down) =
                 (matrix(num_experts * 2 * inner, hidden, 0.2), matrix(num_experts * hidden, inner, 0.2));
-            let mut x = matrix(tokens, hidden, 1.0);
             let zeros = |shape: [usize; 2], dtype| Tensor::zeros(&gpu, "t", shape, dtype).unwrap();
-            let mut logits = zeros([tokens, num_experts], DType::F32);
             let (mut ids, mut weights) = (zeros([tokens, top_k], DType::I32), zeros([tokens, top_k], DType::F32));
             let workspace = Workspace::new(&gpu, Groups::bytes(tokens, top_k, num_experts)).unwrap();
             let mut groups = Groups::take(&workspace, tokens, top_k, num_experts).unwrap();
             let (mut gated, mut out) = (zeros([pairs, inner], DType::BF16), zeros([pairs, hidden], DType::BF16));
-            let mut y = zeros([tokens, hidden], DType::BF16);
-            let mut layer = |x: &Tensor, logits: &mut Tensor, y: &mut Tensor| -> Result<()> {
-                route(logits, None, &router, &mut ids, &mut weights)?;
-                permute(&ids, &mut groups)?;
+            // Apart: no kernel begins before the one ahead has ended.
+            let mut layer = |x: &Tensor, logits: &mut Tensor, y: &mut Tensor, apart: bool| -> Result<()> {
+                let end = || if apart { device.synchronize() } else { Ok(()) };
+                assign(logits, None, &router, &mut ids, &mut weights, &mut groups)?;
+                end()?;
                 matmul(device, x, Rows::OfTokens, &gate_up, &groups, Store::Gated, &mut gated)?;
+                end()?;
                 matmul(device, &gated, Rows::OfPairs, &down, &groups, Store::Plain, &mut out)?;
+                end()?;
                 combine(&out, &groups, &weights, None, y)
             };
-            let mut inputs = || -> (Vec<bf16>, Vec<f32>) {
-                let logits = (0..tokens * num_experts).map(|_| rng.random_range(-3.0f32..3.0)).collect();
-                (random(&mut rng, tokens * hidden, 1.0), logits)
-            };
-            let all: Vec<_> = (0..4).map(|_| inputs()).collect();
-            let mut want = Vec::new();
-            for (values, scores) in &all {
-                x.copy_from_slice(values).unwrap();
-                logits.copy_from_slice(scores).unwrap();
-                layer(&x, &mut logits, &mut y).unwrap();
-                want.push(y.to_vec::<bf16>().unwrap());
-            }
-            assert!(want[0] != want[1] && want.iter().flatten().all(|y| y.is_finite()));
-            let recording = gpu.record(|| layer(&x, &mut logits, &mut y)).unwrap();
-            for ((values, scores), want) in all.iter().zip(&want) {
-                x.copy_from_slice(values).unwrap();
-                logits.copy_from_slice(scores).unwrap();
-                y.copy_from_slice(&vec![bf16::NAN; tokens * hidden]).unwrap();
-                recording.replay().unwrap();
-                assert!(y.to_vec::<bf16>().unwrap() == *want, "{tokens} tokens, {top_k} of {num_experts} experts");
+            let mut recording = None;
+            // Layers behind each other: x, logits and y of each.
+            let mut all: Vec<[Tensor; 3]> = (0..5)
+                .map(|_| {
+                    let x = tensor(&gpu, &random(&mut rng, tokens * hidden, 1.0), [tokens, hidden]);
+                    [x, zeros([tokens, num_experts], DType::F32), zeros([tokens, hidden], DType::BF16)]
+                })
+                .collect();
+            for round in 0..3 {
+                let scores: Vec<Vec<f32>> = all
+                    .iter()
+                    .map(|_| (0..tokens * num_experts).map(|_| rng.random_range(-3.0..3.0)).collect())
+                    .collect();
+                let give = |all: &mut [[Tensor; 3]]| {
+                    for ([_, logits, y], scores) in all.iter_mut().zip(&scores) {
+                        logits.copy_from_slice(scores).unwrap();
+                        y.copy_from_slice(&vec![bf16::NAN; tokens * hidden]).unwrap();
+                    }
+                };
+                let results =
+                    |all: &[[Tensor; 3]]| -> Vec<Vec<bf16>> { all.iter().map(|[.., y]| y.to_vec().unwrap()).collect() };
+                give(&mut all);
+                all.iter_mut().for_each(|[x, logits, y]| layer(x, logits, y, true).unwrap());
+                let want = results(&all);
+                assert!(want[0] != want[1] && want.iter().flatten().all(|y| y.is_finite()));
+                let recording = recording.get_or_insert_with(|| {
+                    gpu.record(|| all.iter_mut().try_for_each(|[x, logits, y]| layer(x, logits, y, false))).unwrap()
+                });
+                for _ in 0..3 {
+                    give(&mut all);
+                    recording.replay().unwrap();
+                    assert!(results(&all) == want, "{tokens} tokens, {top_k} of {num_experts} experts, round {round}");
+                }
             }
         }
     }

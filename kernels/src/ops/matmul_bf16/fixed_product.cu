@@ -24,7 +24,7 @@ struct RowsOf {
     name(const bf16* x, const bf16* weight, type* y, uint32_t rows, uint32_t out, uint32_t in) {                                       \
         launch_dependents();                                                                                                          \
         /* Weights do not depend on the kernel before. */                                                                             \
-        few<tiles, depth, gated>(weight, y, rows, out, in, blockIdx.x * (gated ? 8 : 16), [] { wait_for_previous(); },                 \
+        few<1, tiles, depth, gated>(weight, y, rows, out, in, blockIdx.x * (gated ? 8 : 16), [] { wait_for_previous(); },              \
                                  RowsOf{x, rows - 1, in});                                                                             \
     }
 #define TILE(name, rows_, blocks, type)                                                                                                 \

@@ -240,6 +240,29 @@ pub fn gated_experts(x: &Tensor, rows: Rows, weight: &Bf16Weight, groups: &Group
     }
 }
 
+/// The kernels that [`experts_by`] has, in its order, and the rows of one expert that a block of each takes.
+pub fn expert_kernels() -> Vec<(&'static str, usize)> {
+    experts::KERNELS.iter().map(|kernel| (kernel.names[0], kernel.rows)).collect()
+}
+
+/// [`matmul_experts`], or [`gated_experts`], by one of [`expert_kernels`]; for benches.
+///
+/// # Errors
+/// As [`matmul_experts`], `Value` on the CPU.
+pub fn experts_by(
+    by: usize,
+    x: &Tensor,
+    rows: Rows,
+    weight: &Bf16Weight,
+    groups: &Groups,
+    is_gated: bool,
+    y: &mut Tensor,
+) -> Result<()> {
+    let weight = weight.on_gpu()?;
+    let store = if is_gated { experts::Store::Gated } else { experts::Store::Plain };
+    experts::matmul_by(by, weight.gpu(), x, rows, weight.tensor(), groups, store, y)
+}
+
 /// `y[i] = weight[ids[i]]`: the embedding of a tied head.
 ///
 /// | argument | shape       | dtype     | |

@@ -1,5 +1,7 @@
 //! Launches `moe_route.cu`, `moe_permute.cu` and `moe_combine.cu`.
 
+use std::sync::atomic::Ordering;
+
 use super::{GroupScore, Groups, Router, Scoring, Shared};
 use crate::device::cuda::{Arg, CudaDevice, Launch};
 use crate::dtype::DType;
@@ -9,13 +11,32 @@ use crate::tensor::Tensor;
 const WARP: usize = 32;
 /// Tokens of a block that routes, a warp each.
 const ROUTE_WARPS: usize = 4;
+/// Pairs that the block which routes them also sorts, at most.
+const FEW_PAIRS: usize = 64;
 /// Threads of a block at most.
 const PERMUTE_THREADS: usize = 1024;
 const COMBINE_THREADS: usize = 256;
 /// Elements one thread loads at a time: 16 bytes of bf16.
 const VECTOR: usize = 8;
 
-/// `route.rs` checked the arguments.
+/// `route.rs` checked the arguments. Sorts the pairs into `groups`, too.
+pub(super) fn assign(
+    device: &CudaDevice,
+    logits: &mut Tensor,
+    bias: Option<&Tensor>,
+    router: &Router,
+    ids: &mut Tensor,
+    weights: &mut Tensor,
+    groups: &mut Groups,
+) -> Result<()> {
+    if logits.rows_cols().0 <= ROUTE_WARPS && groups.num_pairs() <= FEW_PAIRS {
+        return route(device, logits, bias, router, ids, weights, Some(groups));
+    }
+    route(device, logits, bias, router, ids, weights, None)?;
+    permute(device, ids, groups)
+}
+
+/// `route.rs` checked the arguments; with `sorted`, that there is one block.
 pub(super) fn route(
     device: &CudaDevice,
     logits: &mut Tensor,
@@ -23,6 +44,7 @@ pub(super) fn route(
     router: &Router,
     ids: &mut Tensor,
     weights: &mut Tensor,
+    sorted: Option<&mut Groups>,
 ) -> Result<()> {
     let (tokens, _) = logits.rows_cols();
     let Router { num_experts, top_k, scoring, groups, normalize, scale } = *router;
@@ -39,9 +61,23 @@ pub(super) fn route(
         scale.to_bits(),
     ];
     let bias = bias.map_or(0, Tensor::device_address);
-    let args = [logits.into(), bias.into(), ids.into(), weights.into(), (tokens as u32).into(), Arg::Struct(&numbers)];
+    let [pairs, places, offsets] = sorted.map_or([0; 3], |groups| {
+        groups.is_sorted.store(false, Ordering::Relaxed);
+        [&groups.pairs, &groups.places, &groups.offsets].map(Tensor::device_address)
+    });
+    let args = [
+        logits.into(),
+        bias.into(),
+        ids.into(),
+        weights.into(),
+        pairs.into(),
+        places.into(),
+        offsets.into(),
+        (tokens as u32).into(),
+        Arg::Struct(&numbers),
+    ];
     let launch = Launch::new(tokens.div_ceil(ROUTE_WARPS), (ROUTE_WARPS * WARP) as u32)
-        .shared_bytes(ROUTE_WARPS * (2 * num_experts + num_groups) * 4);
+        .shared_bytes(ROUTE_WARPS * (top_k + 2 * num_experts + num_groups) * 4);
     // SAFETY: the shapes were checked, and the router's numbers go together.
     unsafe { launch.run(device, "moe_route", "moe_route", &args) }
 }
@@ -50,7 +86,8 @@ pub(super) fn route(
 pub(super) fn permute(device: &CudaDevice, ids: &Tensor, groups: &mut Groups) -> Result<()> {
     let (num_pairs, num_experts) = (groups.num_pairs(), groups.num_experts());
     let threads = num_pairs.next_multiple_of(WARP).clamp(WARP, PERMUTE_THREADS) as u32;
-    let Groups { pairs, places, offsets, .. } = groups;
+    let Groups { pairs, places, offsets, is_sorted, .. } = groups;
+    is_sorted.store(false, Ordering::Relaxed);
     let counts = [num_pairs, num_experts].map(|number| (number as u32).into());
     let args = [ids.into(), pairs.into(), places.into(), offsets.into(), counts[0], counts[1]];
     // SAFETY: the shapes were checked, and the kernel takes no id for an expert that is none.
@@ -89,7 +126,7 @@ mod tests {
     use rand::rngs::StdRng;
     use rand::{RngExt, seq::SliceRandom};
 
-    use super::super::{TopGroups, combine, permute, route};
+    use super::super::{TopGroups, assign, combine, permute};
     use super::*;
     use crate::device::Device;
     use crate::testing::{gpu, random, rng, tensor};
@@ -110,16 +147,21 @@ mod tests {
         (0..tokens).flat_map(choose).collect()
     }
 
-    fn routed(device: &Device, logits: &[f32], bias: Option<&[f32]>, router: &Router) -> [Vec<u32>; 3] {
+    /// Ids, weights and scores; then pairs, places and offsets.
+    fn routed(device: &Device, logits: &[f32], bias: Option<&[f32]>, router: &Router) -> [Vec<u32>; 6] {
         let (experts, top_k) = (router.num_experts, router.top_k);
         let tokens = logits.len() / experts;
         let mut logits = Tensor::from_slice(device, "logits", logits, [tokens, experts]).unwrap();
         let bias = bias.map(|bias| Tensor::from_slice(device, "bias", bias, [experts]).unwrap());
         let mut ids = Tensor::from_slice(device, "ids", &vec![-1; tokens * top_k], [tokens, top_k]).unwrap();
         let mut weights = Tensor::from_slice(device, "w", &vec![f32::NAN; tokens * top_k], [tokens, top_k]).unwrap();
-        route(&mut logits, bias.as_ref(), router, &mut ids, &mut weights).unwrap();
+        let workspace = Workspace::new(device, Groups::bytes(tokens, top_k, experts)).unwrap();
+        let mut groups = Groups::take(&workspace, tokens, top_k, experts).unwrap();
+        assign(&mut logits, bias.as_ref(), router, &mut ids, &mut weights, &mut groups).unwrap();
         let bits = |tensor: &Tensor| tensor.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect();
-        [ids.to_vec::<i32>().unwrap().into_iter().map(|id| id as u32).collect(), bits(&weights), bits(&logits)]
+        let numbers = |tensor: &Tensor| tensor.to_vec::<i32>().unwrap().into_iter().map(|i| i as u32).collect();
+        let Groups { pairs, places, offsets, .. } = &groups;
+        [numbers(&ids), bits(&weights), bits(&logits), numbers(pairs), numbers(places), numbers(offsets)]
     }
 
     #[test]
@@ -156,7 +198,7 @@ mod tests {
         ] {
             let experts = router.num_experts;
             let bias = has_bias.then(|| floats(&mut rng, experts, 0.3));
-            for tokens in [1, 2, 33, 200] {
+            for tokens in [1, 2, 4, 5, 33, 200] {
                 let mut logits = floats(&mut rng, tokens * experts, 4.0);
                 // Equal ones: the lower expert is better.
                 logits[experts - 1] = logits[0];
@@ -168,7 +210,7 @@ mod tests {
                 for (i, logit) in logits[broken * experts..][..experts].iter_mut().enumerate() {
                     *logit = values[i % 7 % 4];
                 }
-                let [ids, weights, _] = routed(&gpu, &logits, bias.as_deref(), &router);
+                let [ids, weights, ..] = routed(&gpu, &logits, bias.as_deref(), &router);
                 for (t, ids) in ids.chunks(router.top_k).enumerate() {
                     let of_token = t * router.top_k..(t + 1) * router.top_k;
                     if t != broken {

@@ -5,7 +5,7 @@
 //! | step                  | does |
 //! |-----------------------|------|
 //! | [`route`]             | router logits to each token's experts, and what each counts |
-//! | [`permute`]           | the pairs of a token and its choice, in the order of experts |
+//! | [`permute`]           | the pairs of a token and its choice, in the order of experts; [`assign`] is both |
 //! | `matmul_experts`      | in the folder of each weight format: rows times their own expert's part of one stacked weight |
 //! | `silu_mul`, and again | on a GPU in one with the product before it: `gated_experts` |
 //! | [`combine`]           | back to the order of tokens, weighted and summed, with what all tokens go through |
@@ -20,7 +20,7 @@ mod route;
 
 pub use combine::{Shared, combine};
 pub use permute::permute;
-pub use route::{GroupScore, MAX_EXPERTS, Router, Scoring, TopGroups, route};
+pub use route::{GroupScore, MAX_EXPERTS, Router, Scoring, TopGroups, assign, route};
 
 pub use super::matmul::{Groups, Rows};
 use crate::device::Device;

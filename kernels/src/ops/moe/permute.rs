@@ -18,12 +18,8 @@ const OP: &str = "moe_permute";
 /// # Errors
 /// `Shape` or `DType` if arguments do not agree; on the CPU also `Value` if an id is no expert, which on a GPU counts as the last.
 pub fn permute(ids: &Tensor, groups: &mut Groups) -> Result<()> {
-    let (tokens, top_k) = ids.rows_cols();
-    let (num_pairs, num_experts) = (tokens * top_k, groups.num_experts());
-    ids.expect_dtype(OP, "ids", DType::I32)?;
-    ids.expect_shape(OP, "ids", [tokens, groups.top_k])?;
-    groups.pairs.expect_shape(OP, "pairs", [num_pairs])?;
-    groups.places.expect_shape(OP, "places", [num_pairs])?;
+    check(ids, groups)?;
+    let num_experts = groups.num_experts();
     if let Device::Cuda(device) = ids.device() {
         return cuda::permute(device, ids, groups);
     }
@@ -50,6 +46,14 @@ pub fn permute(ids: &Tensor, groups: &mut Groups) -> Result<()> {
     offsets.copy_within(0..num_experts, 1);
     offsets[0] = 0;
     Ok(())
+}
+
+pub(super) fn check(ids: &Tensor, groups: &Groups) -> Result<()> {
+    let (tokens, top_k) = ids.rows_cols();
+    ids.expect_dtype(OP, "ids", DType::I32)?;
+    ids.expect_shape(OP, "ids", [tokens, groups.top_k])?;
+    groups.pairs.expect_shape(OP, "pairs", [tokens * top_k])?;
+    groups.places.expect_shape(OP, "places", [tokens * top_k])
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Router logits to experts.
 
-use super::cuda;
+use super::{Groups, cuda, permute};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{KernelError, Result};
@@ -113,6 +113,46 @@ pub fn route(
     ids: &mut Tensor,
     weights: &mut Tensor,
 ) -> Result<()> {
+    check(logits, bias, router, ids, weights)?;
+    if let Device::Cuda(device) = logits.device().clone() {
+        return cuda::route(&device, logits, bias, router, ids, weights, None);
+    }
+    let Router { num_experts, top_k, .. } = *router;
+    let bias = bias.map(Tensor::as_slice::<f32>);
+    let (ids, weights) = (SharedMut::new(ids.as_mut_slice()), SharedMut::new(weights.as_mut_slice()));
+    rows::parallel(logits.as_mut_slice::<f32>(), num_experts, &|first, logits| {
+        let chosen = first * top_k..(first + logits.len() / num_experts) * top_k;
+        // SAFETY: pieces of logits are different rows, so these are too.
+        let (ids, weights) = unsafe { (ids.slice(chosen.clone()), weights.slice(chosen)) };
+        // SAFETY: the level is this CPU's own.
+        unsafe { Level::best().run(Route { logits, bias, router, ids, weights }) }
+    });
+    Ok(())
+}
+
+/// [`route`] and [`permute`], on a GPU in one kernel where there are few tokens.
+///
+/// # Errors
+/// As both.
+pub fn assign(
+    logits: &mut Tensor,
+    bias: Option<&Tensor>,
+    router: &Router,
+    ids: &mut Tensor,
+    weights: &mut Tensor,
+    groups: &mut Groups,
+) -> Result<()> {
+    if let Device::Cuda(device) = logits.device().clone() {
+        check(logits, bias, router, ids, weights)?;
+        permute::check(ids, groups)?;
+        groups.offsets.expect_shape(OP, "offsets", [router.num_experts + 1])?;
+        return cuda::assign(&device, logits, bias, router, ids, weights, groups);
+    }
+    route(logits, bias, router, ids, weights)?;
+    permute(ids, groups)
+}
+
+fn check(logits: &Tensor, bias: Option<&Tensor>, router: &Router, ids: &Tensor, weights: &Tensor) -> Result<()> {
     let (tokens, _) = logits.rows_cols();
     let Router { num_experts, top_k, .. } = *router;
     router.check()?;
@@ -126,18 +166,6 @@ pub fn route(
         bias.expect_shape(OP, "bias", [num_experts])?;
         bias.expect_dtype(OP, "bias", DType::F32)?;
     }
-    if let Device::Cuda(device) = logits.device().clone() {
-        return cuda::route(&device, logits, bias, router, ids, weights);
-    }
-    let bias = bias.map(Tensor::as_slice::<f32>);
-    let (ids, weights) = (SharedMut::new(ids.as_mut_slice()), SharedMut::new(weights.as_mut_slice()));
-    rows::parallel(logits.as_mut_slice::<f32>(), num_experts, &|first, logits| {
-        let chosen = first * top_k..(first + logits.len() / num_experts) * top_k;
-        // SAFETY: pieces of logits are different rows, so these are too.
-        let (ids, weights) = unsafe { (ids.slice(chosen.clone()), weights.slice(chosen)) };
-        // SAFETY: the level is this CPU's own.
-        unsafe { Level::best().run(Route { logits, bias, router, ids, weights }) }
-    });
     Ok(())
 }
 
