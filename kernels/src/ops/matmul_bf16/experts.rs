@@ -166,7 +166,7 @@ mod tests {
     /// Tokens, choices of each, experts, outputs and inputs of one.
     type Case = [usize; 5];
 
-    const CASES: [Case; 9] = [
+    const CASES: [Case; 11] = [
         [1, 1, 1, 16, 64],
         [1, 8, 128, 64, 128],
         [3, 2, 8, 48, 200],
@@ -176,6 +176,9 @@ mod tests {
         [500, 2, 5, 384, 512],
         [64, 8, 128, 96, 768],
         [1100, 1, 3, 130, 72],
+        // More turns than are ever on their way.
+        [40, 2, 4, 144, 2056],
+        [300, 2, 3, 144, 1032],
     ];
 
     /// Choices of which one expert has many, some none, and those of a token are not all different.
