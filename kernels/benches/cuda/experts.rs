@@ -60,7 +60,7 @@ pub fn run(device: &Device, random: &mut Random) -> Result<()> {
     gate.write_rows(0, &random.values(EXPERTS * HIDDEN))?;
     let scoring = Scoring::Softmax;
     let router = Router { num_experts: EXPERTS, top_k: TOP_K, scoring, groups: None, normalize: true, scale: 1.0 };
-    for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 512, 4096] {
+    for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096] {
         let pairs = tokens * TOP_K;
         let zeros = |shape: [usize; 2], dtype| Tensor::zeros(device, "t", shape, dtype);
         let workspace = Workspace::new(device, (2 * COPIES + 1) * Groups::bytes(tokens, TOP_K, EXPERTS))?;
@@ -112,7 +112,7 @@ pub fn run(device: &Device, random: &mut Random) -> Result<()> {
         line("moe down", &shape, us, moved, &library(HIDDEN, INNER, us, random)?);
         let mean = pairs as f64 / EXPERTS as f64;
         for (by, (name, rows)) in expert_kernels().into_iter().enumerate() {
-            if (mean > rows as f64 && mean > 16.0) || rows as f64 > 32.0f64.max(mean * 4.0) {
+            if (rows as f64) < mean.min(64.0) || rows as f64 > 32.0f64.max(mean * 4.0) {
                 continue;
             }
             let us = timer.each(COPIES, |i| {

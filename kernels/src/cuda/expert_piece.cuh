@@ -3,22 +3,33 @@
 
 #include "ordered_product.cuh"
 
-
 // Some neighbouring pairs of one expert; none: rows is 0.
 struct Piece {
     uint32_t expert, first, rows, out_tile;
 };
 
-// The piece that is the `i`-th of all experts'; by whole warps, which all find the same. A lane has four neighbouring experts at a time, so that up to
-// 128 take one load.
+// The piece that is the `i`-th of all experts'; by a whole warp. A lane has four neighbouring experts at a time, so that up to 128 take one load.
 template <uint32_t kRows>
-__device__ __forceinline__ Piece find(const int* offsets, uint32_t experts, uint32_t i, uint32_t out_tiles) {
+__device__ __forceinline__ Piece find_by_warp(const int* offsets, uint32_t experts, uint32_t i, uint32_t out_tiles, bool past_l1) {
     constexpr uint32_t kEach = 4;
     const uint32_t lane = threadIdx.x % 32;
+    const auto offset = [&](uint32_t expert) -> uint32_t {
+        const int* at = offsets + min(expert, experts);
+        return past_l1 ? __ldcg(at) : *at;
+    };
     for (uint32_t base = 0; base < experts; base += 32 * kEach) {
+        const uint32_t own = base + lane * kEach;
         uint32_t begin[kEach + 1], row_tiles[kEach], up_to = 0;
+        if (own + kEach - 1 <= experts) {
+            const int4* at = reinterpret_cast<const int4*>(offsets + own);
+            const int4 four = past_l1 ? __ldcg(at) : *at;
+            begin[0] = four.x, begin[1] = four.y, begin[2] = four.z, begin[3] = four.w;
+        } else {
 #pragma unroll
-        for (uint32_t j = 0; j <= kEach; ++j) begin[j] = __ldcg(offsets + min(base + lane * kEach + j, experts));
+            for (uint32_t j = 0; j < kEach; ++j) begin[j] = offset(own + j);
+        }
+        const uint32_t end_of_all = offset(base + 32 * kEach), next = __shfl_down_sync(~0u, begin[0], 1);
+        begin[kEach] = lane == 31 ? end_of_all : next;
 #pragma unroll
         for (uint32_t j = 0; j < kEach; ++j) {
             row_tiles[j] = (begin[j + 1] - begin[j] + kRows - 1) / kRows;
@@ -34,7 +45,7 @@ __device__ __forceinline__ Piece find(const int* offsets, uint32_t experts, uint
         if (reached) {
             // The first lane that is reached knows which of its four it is.
             const uint32_t at = __ffs(reached) - 1;
-            uint32_t inside = i - (up_to - count), expert = base + lane * kEach, first = begin[0], end = begin[1], tiles = row_tiles[0];
+            uint32_t inside = i - (up_to - count), expert = own, first = begin[0], end = begin[1], tiles = row_tiles[0];
             bool is_past = false;
 #pragma unroll
             for (uint32_t j = 0; j + 1 < kEach; ++j) {
@@ -68,6 +79,19 @@ struct RowsOf {
         return of.x + size_t(of.pairs ? uint32_t(of.pairs[i]) / of.top_k : i) * of.in;
     }
 };
+
+// This block's piece. One warp looks for it: blocks by the thousand read the same few lines. Once the kernel has waited, L1 may have them; weights that
+// are asked for ahead are found past it, in the few places of L2 where the lines are.
+template <uint32_t kRows>
+__device__ __forceinline__ Piece find(const Experts& of, uint32_t out_tiles) {
+    __shared__ Piece found;
+    if (threadIdx.x < 32) {
+        const Piece piece = find_by_warp<kRows>(of.offsets, of.experts, blockIdx.x, out_tiles, of.are_sorted);
+        if (threadIdx.x == 0) found = piece;
+    }
+    __syncthreads();
+    return found;
+}
 
 template <typename Product>
 __device__ __forceinline__ void of_piece(const Experts& of, const Piece& piece, uint32_t stored, Product product) {

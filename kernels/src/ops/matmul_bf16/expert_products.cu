@@ -2,7 +2,7 @@
 //
 // Reads    x       [rows, in]           bf16, 16-byte aligned: a row for each token, or, if pairs is null, for each pair in the order of y
 //          weight  [experts * out, in]  bf16, 16-byte aligned, of the experts that have pairs
-//          offsets [experts + 1] i32: where each expert's pairs begin; then their number
+//          offsets [experts + 1] i32, 16-byte aligned: where each expert's pairs begin; then their number
 //          pairs   [pairs] i32, by expert: pair / top_k is its token
 // Writes   y       [pairs, out]         bf16; gated: [pairs, out / 2], silu(first half of the outputs) * second half, each rounded first
 // Needs    in % 8 == 0
@@ -17,7 +17,7 @@ __device__ __forceinline__ void few_of_expert(const Experts& of) {
     constexpr uint32_t kOutputs = 16 * kOuts / (kGated ? 2 : 1);
     begin(of);
     const uint32_t stored = kGated ? of.out / 2 : of.out;
-    const Piece piece = find<kRows>(of.offsets, of.experts, blockIdx.x, (stored + kOutputs - 1) / kOutputs);
+    const Piece piece = find<kRows>(of, (stored + kOutputs - 1) / kOutputs);
     of_piece(of, piece, stored, [&](const bf16* weight, bf16* y, const RowsOf& x_row) {
         few<kOuts, kRows / 8, kDepth, kGated>(weight, y, piece.rows, of.out, of.in, piece.out_tile * kOutputs, [] { wait_for_previous(); }, x_row);
     });
@@ -28,7 +28,7 @@ __device__ __forceinline__ void tile_of_expert(const Experts& of) {
     constexpr uint32_t kOutputs = kOut / (kGated ? 2 : 1);
     begin(of);
     const uint32_t stored = kGated ? of.out / 2 : of.out;
-    const Piece piece = find<kRows>(of.offsets, of.experts, blockIdx.x, (stored + kOutputs - 1) / kOutputs);
+    const Piece piece = find<kRows>(of, (stored + kOutputs - 1) / kOutputs);
     of_piece(of, piece, stored, [&](const bf16* weight, bf16* y, const RowsOf& x_row) {
         tile<kRows, kGated, false>(weight, y, piece.rows, of.out, of.in, piece.out_tile * kOutputs, Split{}, [] { wait_for_previous(); }, x_row);
     });
@@ -42,10 +42,8 @@ __device__ __forceinline__ void tile_of_expert(const Experts& of) {
     EXPERTS(name##_gated, kThreads, blocks, (tile_of_expert<rows, true>))
 
 FEW(experts_8, 8, 1, 3, 6)
-FEW(experts_8_deep, 8, 1, 6, 3)
 FEW(experts_8_wide, 8, 2, 3, 3)
 FEW(experts_16, 16, 1, 3, 4)
-FEW(experts_16_deep, 16, 1, 6, 2)
 FEW(experts_16_wide, 16, 2, 3, 3)
 TILE(experts_32, 32, 2)
 TILE(experts_64, 64, 2)

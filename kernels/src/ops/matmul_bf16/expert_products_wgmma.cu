@@ -14,7 +14,7 @@ __device__ __forceinline__ void tile_of_expert_wgmma(const Experts& of) {
     constexpr uint32_t kOutputs = kOut / (kGated ? 2 : 1);
     begin(of);
     const uint32_t stored = kGated ? of.out / 2 : of.out, in = of.in, turns = (in + kStep - 1) / kStep;
-    const Piece piece = find<kWideRows>(of.offsets, of.experts, blockIdx.x, (stored + kOutputs - 1) / kOutputs);
+    const Piece piece = find<kWideRows>(of, (stored + kOutputs - 1) / kOutputs);
     if (piece.rows == 0) return;
     const bf16* weight = of.weight + size_t(piece.expert) * of.out * in;
     const uint32_t first = piece.out_tile * kOutputs, rows = piece.rows;

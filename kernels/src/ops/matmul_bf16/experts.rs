@@ -19,6 +19,8 @@ const OUT: usize = 128;
 const STAGES: usize = 4;
 const WGMMA_STAGES: usize = 6;
 const TILE_THREADS: u32 = 256;
+/// Inputs of an expert that are few.
+const SHORT: usize = 1024;
 
 /// A kernel of `expert_products.cu`. All give the same bits.
 pub(super) struct Kernel {
@@ -39,12 +41,10 @@ const fn kernel(rows: usize, outputs: usize, depth: usize, names: [&'static str;
     Kernel { rows, outputs, depth, stages: STAGES, source: "expert_products", names }
 }
 
-pub(super) const KERNELS: [Kernel; 10] = [
+pub(super) const KERNELS: [Kernel; 8] = [
     kernel(8, 16, 3, ["experts_8", "experts_8_gated"]),
-    kernel(8, 16, 6, ["experts_8_deep", "experts_8_deep_gated"]),
     kernel(8, 32, 3, ["experts_8_wide", "experts_8_wide_gated"]),
     kernel(16, 16, 3, ["experts_16", "experts_16_gated"]),
-    kernel(16, 16, 6, ["experts_16_deep", "experts_16_deep_gated"]),
     kernel(16, 32, 3, ["experts_16_wide", "experts_16_wide_gated"]),
     kernel(32, OUT, 0, ["experts_32", "experts_32_gated"]),
     kernel(64, OUT, 0, ["experts_64", "experts_64_gated"]),
@@ -64,17 +64,22 @@ pub(super) enum Store {
     Gated,
 }
 
-/// Of [`KERNELS`], for an expert's mean number of rows: some have more, and are then several blocks'.
-fn fastest(device: &CudaDevice, pairs: usize, num_experts: usize) -> usize {
-    let by = match pairs as f64 / num_experts as f64 {
-        ..=4.0 => 0,
-        ..=8.0 => 5,
-        ..=24.0 => 6,
-        ..=48.0 => 7,
-        _ => 8,
+/// Of [`KERNELS`], for an expert's mean number of rows, of which some have more, and are then several blocks', and its weight `[out, in]`.
+fn fastest(device: &CudaDevice, pairs: usize, num_experts: usize, out: usize, inner: usize) -> usize {
+    let mean = pairs as f64 / num_experts as f64;
+    // Of so few turns each warp of a kernel of few rows has hardly more than are on their way: a block is at its beginning and its end most of its
+    // time, so a large one is better, if there is one for each multiprocessor.
+    let is_short = inner <= SHORT && num_experts.min(pairs) * (out / OUT) >= device.num_multiprocessors() as usize;
+    let by = match mean {
+        ..=12.0 if is_short => 4,
+        ..=1.5 => 1,
+        ..=12.0 => 3,
+        ..=24.0 => 4,
+        ..=48.0 => 5,
+        _ => 6,
     };
     // The largest tiles take more shared memory than some GPUs before Hopper have.
-    if device.is_hopper() { by } else { by.min(7) }
+    if device.is_hopper() { by } else { by.min(5) }
 }
 
 /// Pieces of up to `most` rows that pairs fall into at most, whatever their experts are.
@@ -92,7 +97,8 @@ pub(super) fn matmul(
     store: Store,
     y: &mut Tensor,
 ) -> Result<()> {
-    let by = fastest(device, groups.num_pairs(), groups.num_experts().max(1));
+    let (experts, (outputs, inner)) = (groups.num_experts().max(1), weight.rows_cols());
+    let by = fastest(device, groups.num_pairs(), experts, outputs / experts, inner);
     matmul_by(by, device, x, rows, weight, groups, store, y)
 }
 

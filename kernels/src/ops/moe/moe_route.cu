@@ -148,14 +148,21 @@ moe_route(float* logits, const float* bias, int* ids, float* weights, int* pairs
     __syncthreads();
     const uint32_t num_pairs = tokens * top_k;
     for (uint32_t expert = threadIdx.x; expert < experts; expert += kWarps * 32) {
-        uint32_t fewer = 0, equal = 0;
-#pragma unroll 8
-        for (uint32_t i = 0; i < num_pairs; ++i) fewer += shared[i] < expert, equal += shared[i] == expert;
+        uint32_t fewer = 0;
+        uint64_t own_pairs = 0;
+        for (uint32_t i = 0; i < num_pairs; i += 8) {
+            uint32_t equal = 0;
+#pragma unroll
+            for (uint32_t j = 0; j < 8; ++j) {
+                const uint32_t chosen_by = i + j < num_pairs ? shared[i + j] : experts;
+                fewer += chosen_by < expert, equal |= uint32_t(chosen_by == expert) << j;
+            }
+            own_pairs |= uint64_t(equal) << i;
+        }
         offsets[expert] = fewer;
-        for (uint32_t i = 0; equal > 0; ++i) {
-            if (shared[i] != expert) continue;
-            pairs[fewer] = i, places[i] = fewer;
-            fewer += 1, equal -= 1;
+        for (; own_pairs != 0; own_pairs &= own_pairs - 1, ++fewer) {
+            const uint32_t pair = __ffsll(own_pairs) - 1;
+            pairs[fewer] = pair, places[pair] = fewer;
         }
     }
     if (threadIdx.x == 0) offsets[experts] = num_pairs;
