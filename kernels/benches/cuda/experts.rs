@@ -111,7 +111,7 @@ pub fn run(device: &Device, random: &mut Random) -> Result<()> {
         let moved = bytes(INNER * HIDDEN, pairs * (INNER + HIDDEN));
         line("moe down", &shape, us, moved, &library(HIDDEN, INNER, us, random)?);
         let mean = pairs as f64 / EXPERTS as f64;
-        for (by, (name, rows)) in expert_kernels().into_iter().enumerate() {
+        for (by, (name, rows)) in expert_kernels(gpu).into_iter().enumerate() {
             if (rows as f64) < mean.min(64.0) || rows as f64 > 32.0f64.max(mean * 4.0) {
                 continue;
             }

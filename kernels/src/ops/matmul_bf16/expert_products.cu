@@ -41,10 +41,7 @@ __device__ __forceinline__ void tile_of_expert(const Experts& of) {
     EXPERTS(name, kThreads, blocks, (tile_of_expert<rows, false>))                                                                     \
     EXPERTS(name##_gated, kThreads, blocks, (tile_of_expert<rows, true>))
 
-FEW(experts_8, 8, 1, 3, 6)
-FEW(experts_8_wide, 8, 2, 3, 3)
-FEW(experts_16, 16, 1, 3, 4)
-FEW(experts_16_wide, 16, 2, 3, 3)
+FEW(experts_8, 8, 2, 3, 3)
+FEW(experts_16, 16, 2, 3, 3)
 TILE(experts_32, 32, 2)
 TILE(experts_64, 64, 2)
-TILE(experts_128, 128, 1)

@@ -41,20 +41,23 @@ const fn kernel(rows: usize, outputs: usize, depth: usize, names: [&'static str;
     Kernel { rows, outputs, depth, stages: STAGES, source: "expert_products", names }
 }
 
-pub(super) const KERNELS: [Kernel; 8] = [
-    kernel(8, 16, 3, ["experts_8", "experts_8_gated"]),
-    kernel(8, 32, 3, ["experts_8_wide", "experts_8_wide_gated"]),
-    kernel(16, 16, 3, ["experts_16", "experts_16_gated"]),
-    kernel(16, 32, 3, ["experts_16_wide", "experts_16_wide_gated"]),
+const KERNELS: [Kernel; 5] = [
+    kernel(8, 32, 3, ["experts_8", "experts_8_gated"]),
+    kernel(16, 32, 3, ["experts_16", "experts_16_gated"]),
     kernel(32, OUT, 0, ["experts_32", "experts_32_gated"]),
     kernel(64, OUT, 0, ["experts_64", "experts_64_gated"]),
-    kernel(128, OUT, 0, ["experts_128", "experts_128_gated"]),
+    // On Hopper alone.
     Kernel {
         stages: WGMMA_STAGES,
         source: "expert_products_wgmma",
         ..kernel(128, OUT, 0, ["experts_128_wgmma", "experts_128_wgmma_gated"])
     },
 ];
+
+/// Those of them that a GPU has.
+pub(super) fn kernels(device: &CudaDevice) -> &'static [Kernel] {
+    &KERNELS[..KERNELS.len() - usize::from(!device.is_hopper())]
+}
 
 /// What becomes of the products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,22 +67,20 @@ pub(super) enum Store {
     Gated,
 }
 
-/// Of [`KERNELS`], for an expert's mean number of rows, of which some have more, and are then several blocks', and its weight `[out, in]`.
+/// Of [`kernels`], for an expert's mean number of rows, of which some have more, and are then several blocks', and its weight `[out, in]`.
 fn fastest(device: &CudaDevice, pairs: usize, num_experts: usize, out: usize, inner: usize) -> usize {
     let mean = pairs as f64 / num_experts as f64;
     // Of so few turns each warp of a kernel of few rows has hardly more than are on their way: a block is at its beginning and its end most of its
     // time, so a large one is better, if there is one for each multiprocessor.
     let is_short = inner <= SHORT && num_experts.min(pairs) * (out / OUT) >= device.num_multiprocessors() as usize;
-    let by = match mean {
-        ..=12.0 if is_short => 4,
-        ..=1.5 => 1,
-        ..=12.0 => 3,
-        ..=24.0 => 4,
-        ..=48.0 => 5,
-        _ => 6,
-    };
-    // The largest tiles take more shared memory than some GPUs before Hopper have.
-    if device.is_hopper() { by } else { by.min(5) }
+    match mean {
+        ..=16.0 if is_short => 2,
+        ..=1.5 => 0,
+        ..=16.0 => 1,
+        ..=24.0 => 2,
+        49.0.. if device.is_hopper() => 4,
+        _ => 3,
+    }
 }
 
 /// Pieces of up to `most` rows that pairs fall into at most, whatever their experts are.
@@ -102,7 +103,7 @@ pub(super) fn matmul(
     matmul_by(by, device, x, rows, weight, groups, store, y)
 }
 
-/// [`matmul`] by one of [`KERNELS`].
+/// [`matmul`] by one of [`kernels`].
 #[expect(clippy::too_many_arguments, reason = "the op's own and whom it is done by")]
 pub(super) fn matmul_by(
     by: usize,
@@ -133,7 +134,7 @@ pub(super) fn matmul_by(
     y.expect_dtype(OP, "y", DType::BF16)?;
     y.expect_shape(OP, "y", [pairs, stored])?;
 
-    let Kernel { rows: most, outputs: block_out, depth, stages, source, names } = KERNELS[by];
+    let Kernel { rows: most, outputs: block_out, depth, stages, source, names } = kernels(device)[by];
     let (threads, turns) = if depth > 0 { (32 * PARTS as u32, PARTS * depth) } else { (TILE_THREADS, stages) };
     // wgmma's tiles begin at a multiple of 1024 bytes.
     let shared_bytes = turns * (block_out + most) * ROW_BYTES + if stages == WGMMA_STAGES { 1024 } else { 0 };
@@ -260,7 +261,7 @@ mod tests {
             }
             let gates = gates.to_vec::<bf16>().unwrap();
 
-            for (by, Kernel { names: [name, _], .. }) in KERNELS.iter().enumerate() {
+            for (by, Kernel { names: [name, _], .. }) in kernels(device).iter().enumerate() {
                 for (rows, x) in [(Rows::OfTokens, &of_tokens), (Rows::OfPairs, &of_pairs)] {
                     let label = format!("{case:?}, {name}, {rows:?}");
                     let run = |store, out: usize| {
@@ -316,7 +317,7 @@ mod tests {
         let (gpu, mut rng) = (gpu(), rng(64));
         let Device::Cuda(device) = &gpu else { unreachable!("it is one") };
         for (tokens, top_k, num_experts, hidden, inner) in
-            [(1, 8, 128, 256, 96), (8, 8, 128, 256, 96), (48, 2, 8, 512, 256), (300, 4, 16, 128, 64)]
+            [(1, 8, 128, 256, 96), (8, 8, 128, 512, 96), (48, 2, 8, 512, 256), (300, 4, 16, 128, 64)]
         {
             let (scoring, groups) = (Scoring::Softmax, None);
             let router = Router { num_experts, top_k, scoring, groups, normalize: true, scale: 1.0 };

@@ -9,7 +9,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::matmul::{self, Format, Groups, Packed, Rows};
-use crate::device::Device;
+use crate::device::{CudaDevice, Device};
 use crate::error::{KernelError, Result};
 use crate::simd::F32x16;
 use crate::tensor::{Tensor, ViewMut};
@@ -240,9 +240,9 @@ pub fn gated_experts(x: &Tensor, rows: Rows, weight: &Bf16Weight, groups: &Group
     }
 }
 
-/// The kernels that [`experts_by`] has, in its order, and the rows of one expert that a block of each takes.
-pub fn expert_kernels() -> Vec<(&'static str, usize)> {
-    experts::KERNELS.iter().map(|kernel| (kernel.names[0], kernel.rows)).collect()
+/// The kernels that [`experts_by`] has on a GPU, in its order, and the rows of one expert that a block of each takes.
+pub fn expert_kernels(device: &CudaDevice) -> Vec<(&'static str, usize)> {
+    experts::kernels(device).iter().map(|kernel| (kernel.names[0], kernel.rows)).collect()
 }
 
 /// [`matmul_experts`], or [`gated_experts`], by one of [`expert_kernels`]; for benches.
