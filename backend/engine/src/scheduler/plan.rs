@@ -18,6 +18,8 @@ struct Draft {
     chunk_tokens_left: usize,
     decode_tokens: usize,
     chunk_tokens: usize,
+    /// Another prompt will fill the step up.
+    others_follow: bool,
     /// Blocks that rows left out of this step wait for; later rows must not take them.
     blocks_owed: usize,
 }
@@ -34,8 +36,7 @@ impl Scheduler {
         self.plan_decodes(&mut draft);
         let chunk_tokens = self.pace.chunk_tokens(draft.decode_tokens > 0);
         draft.chunk_tokens_left = chunk_tokens.min(draft.tokens_left);
-        self.plan_chunks(&mut draft);
-        self.plan_admissions(&mut draft, now);
+        self.plan_prompts(&mut draft, now);
         if draft.rows.is_empty() {
             return None;
         }
@@ -95,21 +96,40 @@ impl Scheduler {
         }
     }
 
-    /// The next chunks of prompts under way, in order. Their blocks were taken at admission.
-    fn plan_chunks(&mut self, draft: &mut Draft) {
-        for at in 0..self.running.len() {
-            if draft.chunk_tokens_left == 0 {
-                return;
-            }
-            self.plan_chunk(draft, self.running[at], Vec::new());
-        }
+    /// Chunks of prompts, under way and new. Of the time the first in order of those under way has half at least, those behind it have the rest:
+    /// new ones, then the shortest. So a long prompt neither waits for ever nor keeps short ones waiting. New ones of a better priority come before.
+    fn plan_prompts(&mut self, draft: &mut Draft, now: Instant) {
+        let Some(first) = self.running.iter().copied().find(|key| self.tokens_to_run(*key) > 0) else {
+            return self.plan_admissions(draft, now, None);
+        };
+        draft.others_follow = true;
+        self.plan_admissions(draft, now, Some(first.priority));
+        let all = draft.chunk_tokens_left;
+        draft.chunk_tokens_left = (all / 2).max(all.saturating_sub(self.tokens_to_run(first)));
+        let firsts = all - draft.chunk_tokens_left;
+        // Those that are admitted in this step have had their share.
+        let is_behind = |key: &Key| *key > first && self.tokens_to_run(*key) > 0;
+        let mut behind: Vec<Key> = self.running.iter().copied().filter(is_behind).collect();
+        self.plan_admissions(draft, now, None);
+        behind.sort_by_key(|key| self.tokens_to_run(*key));
+        behind.into_iter().for_each(|key| self.plan_chunk(draft, key, Vec::new()));
+        draft.others_follow = false;
+        draft.chunk_tokens_left += firsts;
+        self.plan_chunk(draft, first, Vec::new());
     }
 
-    /// New sequences in order, while there are slots, time, and blocks for the whole prompt. Nobody overtakes: a long
-    /// prompt would wait for ever.
-    fn plan_admissions(&mut self, draft: &mut Draft, now: Instant) {
+    /// Of its prompt, or of what it had before it was preempted.
+    fn tokens_to_run(&self, key: Key) -> usize {
+        self.sequences.get(key).map_or(0, |sequence| sequence.num_known - sequence.num_planned)
+    }
+
+    /// New sequences in order, while there are slots, time, and blocks for the whole prompt; only those of a better priority
+    /// than `than`, if that is given. Nobody overtakes: a long prompt would wait for ever.
+    fn plan_admissions(&mut self, draft: &mut Draft, now: Instant, than: Option<u32>) {
         while draft.chunk_tokens_left > 0 && draft.blocks_owed == 0 && !self.free_slots.is_empty() {
-            let Some(&key) = self.waiting.first() else { return };
+            let Some(&key) = self.waiting.first().filter(|key| than.is_none_or(|than| key.priority < than)) else {
+                return;
+            };
             let Some(new_blocks) = self.admit(draft, key, now) else { return };
             self.plan_chunk(draft, key, new_blocks);
         }
@@ -179,9 +199,10 @@ impl Scheduler {
     }
 
     fn plan_chunk(&mut self, draft: &mut Draft, key: Key, new_blocks: Vec<BlockId>) {
-        let Some(sequence) = self.sequences.get(key) else { return };
-        let mut num_tokens = sequence.num_known - sequence.num_planned;
-        if num_tokens > draft.chunk_tokens_left {
+        let mut num_tokens = self.tokens_to_run(key);
+        if draft.others_follow {
+            num_tokens = num_tokens.min(draft.chunk_tokens_left);
+        } else if num_tokens > draft.chunk_tokens_left {
             num_tokens = in_whole_tiles(draft.decode_tokens + draft.chunk_tokens, draft.chunk_tokens_left);
             // What would be left of the time is part of a tile that costs more.
             draft.chunk_tokens_left = num_tokens;

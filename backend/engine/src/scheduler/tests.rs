@@ -12,7 +12,7 @@ fn a_long_prompt_is_cut_to_the_budget_and_decodes_go_first() {
         play("tokens=8", "add a 10+3; add b 9+2; step 5"),
         "\
 1  a:8
-2  a:2  b:6
+2  b:6  a:2
 3  a:1  b:3
 4  a:1  b:1
    a length 3
@@ -57,21 +57,41 @@ fn no_draft_is_verified_past_the_last_token() {
 
 #[test]
 fn a_prompt_is_cut_where_tiles_are_full() {
-    // With the stream's token 256, though there is time for some more; a prompt that fits is taken whole.
+    // With the stream's token 256, though there is time for some more; the rest of a prompt is taken whole.
     assert_eq!(
         play("blocks=300 step_ms=400 token_ms=1", "add a 2+30; step 2; add b 700+2; add c 100+2; step 6; cancel a"),
         "\
 1  a:2
 2  a:1
 3  a:1  b:255
-4  a:1  b:255
-5  a:1  b:190  c:100
-6  a:1  b:1  c:1
-   b length 2
+4  a:1  c:100  b:155
+5  a:1  c:1  b:290
    c length 2
-7  -b  -c  a:1
+6  -c  a:1  b:1
+   b length 2
+7  -b  a:1
 8  a:1
    a the request was cancelled
+"
+    );
+}
+
+#[test]
+fn a_long_prompt_leaves_those_behind_it_half_of_the_time_and_a_better_priority_all() {
+    assert_eq!(
+        play("tokens=20 blocks=200", "add a 100+1; step 1; add b 30+1; add c 6+1; step 3; add d 25+1 p=1; step 3; run"),
+        "\
+1  a:20
+2  b:10  a:10
+3  c:6  b:4  a:10
+   c length 1
+4  -c  b:10  a:10
+5  d:20
+6  b:6  a:9  d:5
+   b length 1
+   d length 1
+7  -b  -d  a:20
+   a length 1
 "
     );
 }
@@ -243,10 +263,10 @@ fn prompt_logprobs_are_not_skipped_for_a_cached_prefix_nor_told_twice() {
 3  a:1
    a length 1
 4  -a  b:4
-5  b:4
-6  b:1  c:3
-7  b:1  c:3
-8  b:1  c:3
+5  c:2  b:2
+6  c:2  b:2
+7  c:3  b:1
+8  b:1  c:2
 9  b:1  c:1
 10  b:1  c:1
 11  b:1  c:1
