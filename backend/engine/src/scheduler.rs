@@ -1,7 +1,7 @@
 //! State and results in, steps out: continuous batching with chunked prefill over paged KV blocks.
 //!
 //! A sequence waits (ordered by priority, then arrival), runs (holds a slot and blocks), and ends. A step is planned in
-//! three passes: one row for every running sequence that decodes, then chunks of prompts under way, then new sequences.
+//! two passes: one row for every running sequence that decodes, then chunks of prompts, under way and new, as far as there is time.
 //! Admission takes the blocks of the whole prompt at once and only if they are there, so a prompt never gets stuck half
 //! way. A decoding sequence takes blocks as it grows; when none are left the last in order loses its slot and blocks and is
 //! computed again later, from the tokens it has, with the same random numbers, so its text stays the same.
