@@ -429,6 +429,20 @@ async fn a_completion_may_begin_with_its_prompt_and_what_the_model_made_of_it() 
         .collect();
     assert_eq!(tokens, ["x", "y", "z", "a", "b"]);
 
+    let mut alone = body.clone();
+    alone["max_tokens"] = 0.into();
+    let answer = door.post("/v1/completions", &alone).await.json();
+    let choice = &answer["choices"][1];
+    assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!("xyz"), &json!("length")));
+    assert_eq!(choice["logprobs"]["tokens"], json!(["x", "y", "z"]));
+    assert_eq!((&answer["usage"]["prompt_tokens"], &answer["usage"]["completion_tokens"]), (&json!(3), &json!(0)));
+    alone["stream"] = true.into();
+    let refused = door.refused("/v1/completions", alone.clone()).await;
+    assert_eq!(refused, "400 stream: must be false where max_tokens is 0");
+    (alone["stream"], alone["echo"]) = (false.into(), false.into());
+    let refused = door.refused("/v1/completions", alone).await;
+    assert_eq!(refused, "400 max_tokens: must be at least 1, is 0");
+
     let messages = json!([{"role": "user", "content": "u"}]);
     let chat = json!({"model": "llm", "messages": messages, "max_tokens": 1, "prompt_logprobs": 0});
     let told = door.post(CHAT, chat).await.json()["prompt_logprobs"].clone();

@@ -27,6 +27,11 @@ pub(super) trait Form: Send + 'static {
     /// A choice of the whole answer: what `chunk` has of text and log-probabilities.
     fn choice(&mut self, index: usize, chunk: &Chunk) -> Value;
 
+    /// Whether the output is not told, though the engine made some.
+    fn is_prompt_alone(&self) -> bool {
+        false
+    }
+
     /// What the whole answer says of its prompt, beside the choices.
     fn prompt_logprobs(&mut self) -> Option<Value> {
         None
@@ -84,11 +89,20 @@ async fn whole<F: Form>(head: &Head, prompts: Vec<Choices>, mut form: F) -> Resu
         let answer = prompt.whole().await?;
         add_usage(&mut usage, &answer.usage);
         for whole in answer.choices {
-            let chunk = Chunk::from(whole);
+            let mut chunk = Chunk::from(whole);
+            if form.is_prompt_alone() {
+                chunk = Chunk { prompt_logprobs: chunk.prompt_logprobs, ..Chunk::default() };
+            }
             let mut choice = form.choice(choices.len(), &chunk);
-            add_finish(&mut choice, chunk.finish.as_ref());
+            match form.is_prompt_alone() {
+                true => (choice["finish_reason"], choice["stop_reason"]) = (json!("length"), Value::Null),
+                false => add_finish(&mut choice, chunk.finish.as_ref()),
+            }
             choices.push(choice);
         }
+    }
+    if form.is_prompt_alone() {
+        usage = Usage { prompt_tokens: usage.prompt_tokens, cached_tokens: usage.cached_tokens, ..Usage::default() };
     }
     let mut object = head.object(F::OBJECT[0], choices);
     object["usage"] = usage_json(&usage);

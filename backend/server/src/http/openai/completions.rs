@@ -32,6 +32,11 @@ async fn complete(app: &App, mut fields: Fields) -> Result<Response> {
     let streaming = fields.stream()?;
     let prompts = prompts(fields.take("prompt"))?;
     let echo = fields.flag("echo")?;
+    // As those ask who want the log-probabilities of a text.
+    let is_prompt_alone = echo && fields.wants_no_output();
+    if is_prompt_alone && streaming.stream {
+        return Err(ServerError::bad_input("stream", "must be false where max_tokens is 0"));
+    }
     let mut params = fields.params()?;
     if streaming.stream {
         params.check_stream()?;
@@ -58,8 +63,14 @@ async fn complete(app: &App, mut fields: Fields) -> Result<Response> {
         choices.extend((0..params.n).map(|_| Choice { echo: text.clone(), num_chars: 0, first_token }));
         answers.push(answer);
     }
-    let form =
-        CompletionForm { model: Arc::clone(&model), wants_logprobs, echoes_logprobs, wants_prompt_logprobs, choices };
+    let form = CompletionForm {
+        model: Arc::clone(&model),
+        wants_logprobs,
+        echoes_logprobs,
+        wants_prompt_logprobs,
+        is_prompt_alone,
+        choices,
+    };
     answer("cmpl", &model, answers, form, streaming, admission).await
 }
 
@@ -111,11 +122,16 @@ struct CompletionForm {
     echoes_logprobs: bool,
     /// Those of the prompt stand beside the answer.
     wants_prompt_logprobs: bool,
+    is_prompt_alone: bool,
     choices: Vec<Choice>,
 }
 
 impl Form for CompletionForm {
     const OBJECT: [&'static str; 2] = ["text_completion", "text_completion"];
+
+    fn is_prompt_alone(&self) -> bool {
+        self.is_prompt_alone
+    }
 
     fn choice(&mut self, index: usize, chunk: &Chunk) -> Value {
         let choice = &mut self.choices[index];

@@ -51,6 +51,18 @@ impl Fields {
         }
     }
 
+    /// Whether no token of output is asked for. The engine makes one at least, so from now on it is that.
+    pub(super) fn wants_no_output(&mut self) -> bool {
+        let mut wants_none = false;
+        for key in [MAX_TOKENS, MAX_COMPLETION_TOKENS] {
+            if let Some(most) = self.body.get_mut(key).filter(|most| **most == 0) {
+                *most = 1.into();
+                wants_none = true;
+            }
+        }
+        wants_none
+    }
+
     /// The model that is asked for; may be left out where there is only one.
     pub(super) fn model(&mut self, app: &App) -> Result<Arc<ServedModel>> {
         match self.take("model") {
