@@ -104,18 +104,24 @@ impl Scheduler {
         };
         draft.others_follow = true;
         self.plan_admissions(draft, now, Some(first.priority));
-        let all = draft.chunk_tokens_left;
-        draft.chunk_tokens_left = (all / 2).max(all.saturating_sub(self.tokens_to_run(first)));
-        let firsts = all - draft.chunk_tokens_left;
+        // If it takes less than half, that is all there is to share.
+        let firsts = draft.chunk_tokens_left.div_ceil(2);
+        draft.others_follow = self.tokens_to_run(first) > firsts;
+        if draft.others_follow {
+            draft.chunk_tokens_left -= firsts;
+        } else {
+            self.plan_chunk(draft, first, Vec::new());
+        }
         // Those that are admitted in this step have had their share.
         let is_behind = |key: &Key| *key > first && self.tokens_to_run(*key) > 0;
         let mut behind: Vec<Key> = self.running.iter().copied().filter(is_behind).collect();
         self.plan_admissions(draft, now, None);
         behind.sort_by_key(|key| self.tokens_to_run(*key));
         behind.into_iter().for_each(|key| self.plan_chunk(draft, key, Vec::new()));
-        draft.others_follow = false;
-        draft.chunk_tokens_left += firsts;
-        self.plan_chunk(draft, first, Vec::new());
+        if std::mem::take(&mut draft.others_follow) {
+            draft.chunk_tokens_left += firsts;
+            self.plan_chunk(draft, first, Vec::new());
+        }
     }
 
     /// Of its prompt, or of what it had before it was preempted.

@@ -12,7 +12,7 @@ fn a_long_prompt_is_cut_to_the_budget_and_decodes_go_first() {
         play("tokens=8", "add a 10+3; add b 9+2; step 5"),
         "\
 1  a:8
-2  b:6  a:2
+2  a:2  b:6
 3  a:1  b:3
 4  a:1  b:1
    a length 3
@@ -87,10 +87,10 @@ fn a_long_prompt_leaves_those_behind_it_half_of_the_time_and_a_better_priority_a
    c length 1
 4  -c  b:10  a:10
 5  d:20
-6  b:6  a:9  d:5
-   b length 1
+6  d:5  b:6  a:9
    d length 1
-7  -b  -d  a:20
+   b length 1
+7  -d  -b  a:20
    a length 1
 "
     );
@@ -265,7 +265,7 @@ fn prompt_logprobs_are_not_skipped_for_a_cached_prefix_nor_told_twice() {
 4  -a  b:4
 5  c:2  b:2
 6  c:2  b:2
-7  c:3  b:1
+7  b:1  c:3
 8  b:1  c:2
 9  b:1  c:1
 10  b:1  c:1
