@@ -99,9 +99,8 @@ pub(super) fn matmul(device: &CudaDevice, parts: u64, x: &Tensor, weight: &Tenso
 mod tests {
     use half::bf16;
 
-    use super::super::cuda::{gated, matmul};
+    use super::super::cuda::matmul;
     use crate::device::Device;
-    use crate::ops::silu_mul::silu_mul;
     use crate::tensor::Tensor;
     use crate::testing::{BF16_BOUND, assert_close, deterministic_gpu, random, rng, tensor};
 
@@ -177,27 +176,6 @@ mod tests {
                         );
                     }
                 }
-            }
-        }
-    }
-
-    #[test]
-    #[ignore = "needs a GPU"]
-    fn a_gate_in_the_product_gives_the_bits_of_the_gate_after_it() {
-        let (gpu, mut rng) = (deterministic_gpu(), rng(26));
-        let Device::Cuda(device) = &gpu else { unreachable!("it is one") };
-        for (half, inner) in [(8, 64), (1536, 576), (520, 1000)] {
-            for rows in [1, 8, 9, 16] {
-                let x = tensor(&gpu, &random(&mut rng, rows * inner, 1.0), [rows, inner]);
-                let weight = tensor(&gpu, &random(&mut rng, 2 * half * inner, 0.3), [2 * half, inner]);
-                let mut both = tensor(&gpu, &vec![bf16::NAN; rows * 2 * half], [rows, 2 * half]);
-                matmul(device, &x, &weight, &mut both).unwrap();
-                let mut want = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
-                silu_mul(&both, &mut want).unwrap();
-                let mut y = tensor(&gpu, &vec![bf16::NAN; rows * half], [rows, half]);
-                assert!(gated(device, &x, &weight, &mut y).unwrap());
-                let bits = |y: &Tensor| y.to_vec::<bf16>().unwrap().iter().map(|y| y.to_bits()).collect::<Vec<_>>();
-                assert!(bits(&y) == bits(&want), "{rows} x {half} x {inner}");
             }
         }
     }
